@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import platform
 import shutil
 import sysconfig
@@ -74,20 +75,23 @@ def prepare(source: str | Path | None = None, cache: str | Path | None = None) -
         stat = path.stat()
         key.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogatepass"))
     target = cache / f"corpus-{key.hexdigest()[:16]}"
-    if not (target / "manifest.json").is_file():
-        _write(root, files, target)
-    return _open(target)
+    prepared = _open(target)
+    if prepared is None:
+        _write("standard library" if source is None else str(root), root, files, target)
+        prepared = _open(target)
+        assert prepared is not None
+    return prepared
 
 
 def _files(source: str | Path | None) -> tuple[Path, list[Path]]:
     if source is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-        files = [
-            path
-            for path in sorted(root.rglob("*.py"))
-            if not skip.intersection(path.relative_to(root).parts)
-        ]
+        files = []
+        for directory, inside, names in os.walk(root):
+            inside[:] = [name for name in inside if name not in skip]
+            files += [Path(directory, name) for name in names if name.endswith(".py")]
+        files.sort()
         return root, files
     root = Path(source).expanduser()
     if not root.exists():
@@ -106,7 +110,7 @@ def _files(source: str | Path | None) -> tuple[Path, list[Path]]:
     return root, files
 
 
-def _write(root: Path, files: list[Path], target: Path) -> None:
+def _write(source: str, root: Path, files: list[Path], target: Path) -> None:
     parts: dict[str, list[bytes]] = {"train": [], "held_out": []}
     for path in files:
         try:
@@ -122,36 +126,38 @@ def _write(root: Path, files: list[Path], target: Path) -> None:
             parts["held_out"].append(text[cut:])
         else:
             # by a hash of the name, not by order: adding a file moves no other file
-            name = path.relative_to(root).as_posix().encode(errors="surrogatepass")
-            held = hashlib.sha256(name).digest()[0] < 26
+            name = path.relative_to(root).as_posix()
+            held = hashlib.sha256(name.encode(errors="surrogatepass")).digest()[0] < 26
             parts["held_out" if held else "train"].append(text)
     if len(files) > 1 and not all(parts.values()):
         everything = parts["train"] or parts["held_out"]
         parts = {"train": everything[:-1], "held_out": everything[-1:]}
-    data = {name: b"\n".join(texts) for name, texts in parts.items()}
+    data = {part: b"\n".join(texts) for part, texts in parts.items()}
     if not data["train"] or not data["held_out"]:
         raise ValueError(f"corpus {root}: there is no text in it; give files that are not empty")
     digest = hashlib.sha256(data["train"] + data["held_out"]).hexdigest()
     manifest = {
         "sha256": digest,
-        "source": "standard library" if root == Path(_files(None)[0]) else str(root),
+        "source": source,
         "files": len(files),
         "python": platform.python_version(),
-        "bytes": {name: len(text) for name, text in data.items()},
+        "bytes": {part: len(text) for part, text in data.items()},
     }
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=".preparing-", dir=target.parent))
         try:
-            for name, text in data.items():
-                (aside / f"{name}.bin").write_bytes(text)
+            for part, text in data.items():
+                (aside / f"{part}.bin").write_bytes(text)
             (aside / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            if target.exists() and _open(target) is None:
+                shutil.rmtree(target)
             try:
                 aside.rename(target)
             except OSError:
-                if not (target / "manifest.json").is_file():
+                # another process may have been first, with the same bytes
+                if _open(target) is None:
                     raise
-                # another process was first, with the same bytes
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
@@ -162,26 +168,25 @@ def _write(root: Path, files: list[Path], target: Path) -> None:
         ) from None
 
 
-def _open(target: Path) -> Corpus:
+def _open(target: Path) -> Corpus | None:
+    """The prepared corpus, or None where it is missing or damaged."""
     try:
         manifest = json.loads((target / "manifest.json").read_text())
         parts = {}
-        for name, size in manifest["bytes"].items():
-            parts[name] = np.memmap(target / f"{name}.bin", dtype=np.uint8, mode="r")
-            if len(parts[name]) != size:
-                raise ValueError
+        for part, size in manifest["bytes"].items():
+            parts[part] = np.memmap(target / f"{part}.bin", dtype=np.uint8, mode="r")
+            if len(parts[part]) != size:
+                return None
+        return Corpus(
+            train=parts["train"],
+            held_out=parts["held_out"],
+            sha256=manifest["sha256"],
+            source=manifest["source"],
+            files=manifest["files"],
+            python=manifest["python"],
+        )
     except (ValueError, KeyError, OSError):
-        raise ValueError(
-            f"the prepared corpus in {target} is damaged; delete that directory and run again"
-        ) from None
-    return Corpus(
-        train=parts["train"],
-        held_out=parts["held_out"],
-        sha256=manifest["sha256"],
-        source=manifest["source"],
-        files=manifest["files"],
-        python=manifest["python"],
-    )
+        return None
 
 
 class Windows:

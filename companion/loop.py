@@ -9,6 +9,7 @@ Read it from the bottom up: ``train`` fetches this rank's share of the next glob
 calls ``optimizer_step``; the rest makes that exact on any number of ranks and micro-batches.
 """
 
+import _signal
 import contextlib
 import math
 import signal
@@ -16,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,8 +82,9 @@ def build(
         held_out = held_out or Windows(text.held_out, run.sequence, seed=0)
     if isinstance(batches, Windows) and count is None:
         known_count = batches.sequence
-    compute = torch.compile(module) if how.compile else module
-    compute = parallel.wrap(compute, how, mesh)
+    # torch.compile on a module gives a module; its signature only promises a callable
+    compiled = cast(nn.Module, torch.compile(module)) if how.compile else module
+    compute = parallel.wrap(compiled, how, mesh)
     optimizer = make_optimizer(module, run)
     return TrainState(
         run=run,
@@ -203,10 +205,11 @@ def micro_batches(batch: Any, size: int | None) -> list[Any]:
         return [batch]
     n = math.ceil(samples / size)
     bounds = [samples * i // n for i in range(n + 1)]
-    return [
-        _map(lambda t, low=low, high=high: t[low:high], batch)
-        for low, high in zip(bounds, bounds[1:], strict=False)
-    ]
+    return [_cut(batch, low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+
+
+def _cut(batch: Any, low: int, high: int) -> Any:
+    return _map(lambda tensor: tensor[low:high], batch)
 
 
 def _map(fn: Callable[[Tensor], Tensor], batch: Any) -> Any:
@@ -312,24 +315,31 @@ def _fork_rng(device: torch.device) -> Iterator[None]:
             generator.set_state(saved)
 
 
+_SIGINT = int(signal.SIGINT)
+
+
 class _Undisturbed:
-    """Holds an interrupt back while weights, schedule and position change together."""
+    """Holds an interrupt back while weights, schedule and position change together.
+
+    It calls ``_signal``: the wrappers in ``signal`` look up enums, 10 µs a step.
+    """
 
     __slots__ = ("arrived", "before")
 
     def __enter__(self) -> None:
-        self.arrived, self.before = None, None
+        self.arrived: tuple[int, Any] | None = None
+        self.before: Any = None
         if threading.current_thread() is threading.main_thread():
-            self.before = signal.getsignal(signal.SIGINT)
+            self.before = _signal.getsignal(_SIGINT)
             if callable(self.before):
-                signal.signal(signal.SIGINT, self._note)
+                _signal.signal(_SIGINT, self._note)
 
     def _note(self, signum: int, frame: Any) -> None:
         self.arrived = (signum, frame)
 
     def __exit__(self, *exc: object) -> None:
         if callable(self.before):
-            signal.signal(signal.SIGINT, self.before)
+            _signal.signal(_SIGINT, self.before)
             if self.arrived:
                 self.before(*self.arrived)
 
@@ -361,7 +371,7 @@ def stop_requested() -> Iterator[Stop]:
     def note(signum: int, frame: Any) -> None:
         if stop and signum == signal.SIGINT:
             raise KeyboardInterrupt
-        stop.signal = signum
+        stop.signal = int(signum)
         stop.request()
 
     before: dict[int, Any] = {}
@@ -371,8 +381,8 @@ def stop_requested() -> Iterator[Stop]:
     try:
         yield stop
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 # --- the loop ----------------------------------------------------------------------------
@@ -520,7 +530,7 @@ class _Feed:
         if ready is not None and ready[0] == position:
             torch.cuda.current_stream(state.mesh.device).wait_event(ready[3])
             # the allocator must not hand the memory out while this stream still reads it
-            _map(lambda t: t.record_stream(torch.cuda.current_stream(t.device)) or t, ready[1])
+            _map(_used_here, ready[1])
             return ready[1], ready[2]
         return self._load(position)
 
@@ -542,6 +552,11 @@ class _Feed:
             copied = torch.cuda.Event()
             copied.record(self.stream)
         self.ready = (self.state.position, batch, count, copied)
+
+
+def _used_here(tensor: Tensor) -> Tensor:
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
 
 
 def train(state: TrainState, steps: int) -> Iterator[Record]:

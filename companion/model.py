@@ -140,6 +140,9 @@ class Transformer(nn.Module):
         ValueError: the sequence is longer than the model's context.
     """
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
