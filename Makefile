@@ -5,7 +5,7 @@
 #            TORCH_INDEX=URL  take torch from there (chosen by what is found here otherwise)
 #            WORK=work        where your copies of the notebooks are
 #            NOTEBOOKS=...    which notebooks `make notebooks`, `nbval` and `run` take
-#            STAGE=baseline   which list `make mutants` takes (all of them otherwise)
+#            LIST=measure     which list `make mutants` takes (all of them otherwise)
 
 PORT ?= 8888
 WORK ?= work
@@ -57,7 +57,7 @@ warm: setup ## prepare what a room full of learners would otherwise wait for
 	@$(PYTHON) -m tools.lab --prepare-only --work "$(WORK)"
 
 mutants: setup ## planted faults, each of which must make a test fail
-	$(PYTHON) -m tools.mutants $(STAGE)
+	$(PYTHON) -m tools.mutants $(LIST)
 
 clean: ## remove what runs leave behind (not .venv, not your work/)
 	rm -rf build runs data/cache .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -88,6 +88,8 @@ def remove_half_installed(site: Path) -> list[str]:
 
 def pip(*arguments: str, quiet: bool = False) -> bool:
     command = [PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    if not sys.stdout.isatty():
+        command += ["--progress-bar", "off"]
     command += ["--log", LOG, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=quiet).returncode == 0
 

@@ -8,25 +8,15 @@ import argparse
 import hashlib
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 
 import nbformat
 
+from companion import corpus, device
+
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
-
-
-def port_taken(port: int) -> bool:
-    with socket.socket() as probe:
-        # as the server does: a port that only waits out its last connections is free
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return True
-    return False
 
 
 def fingerprint(notebook: nbformat.NotebookNode) -> str:
@@ -103,15 +93,10 @@ def write_overrides(prefix: Path) -> None:
 
 def prepare(work: Path) -> None:
     """The corpus, the learner's copies and one line that says what is here."""
-    from companion import corpus, device
-
     print(device.doctor_line())
-    try:
-        text = corpus.prepare()
-        said = learner_copies(NOTEBOOKS, work)
-    except (OSError, ValueError) as error:
-        sys.exit(str(error))
+    text = corpus.prepare()
     print(f"Corpus: {text.bytes / 1e6:.1f} MB of text from {text.files} files")
+    said = learner_copies(NOTEBOOKS, work)
     print(f"Your notebooks: {work}")
     for line in said:
         print(line)
@@ -121,8 +106,8 @@ def server_command(work: Path, port: int, browser: bool) -> list[str]:
     first = min(work.glob("*.ipynb"))
     root = ROOT if work.is_relative_to(ROOT) else work
     command = [sys.executable, "-m", "jupyterlab", "--log-level=WARN"]
-    command += ["--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
-    command += [f"--ServerApp.root_dir={root}"]
+    command += ["--ServerApp.ip=127.0.0.1", f"--ServerApp.root_dir={root}"]
+    command += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
     command += [f"--LabApp.default_url=/lab/tree/{first.relative_to(root).as_posix()}"]
     if not browser:
         command += ["--no-browser"]
@@ -138,13 +123,16 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=ROOT / "work", help="where your copies are")
     parser.add_argument("--prepare-only", action="store_true", help="start no server")
     options = parser.parse_args()
-    if not options.prepare_only and port_taken(options.port):
-        sys.exit(
-            f"Port {options.port} is taken: stop what uses it, or choose another one, "
-            f"for example `make lab PORT={options.port + 1}`."
-        )
     work = options.work.resolve()
-    prepare(work)
+    try:
+        if not options.prepare_only and not device.port_is_free(options.port):
+            raise ValueError(
+                f"port {options.port} is taken: stop what uses it, or choose another one, "
+                f"for example `make lab PORT={options.port + 1}`"
+            )
+        prepare(work)
+    except (OSError, ValueError) as error:
+        sys.exit(f"Cannot start: {error}")
     if options.prepare_only:
         return
     write_overrides(Path(sys.prefix))
