@@ -1,0 +1,361 @@
+"""What a training loop costs on top of the step itself, in microseconds a step.
+
+Every loop does the same work on the same model and data: zero_grad(set_to_none=True), forward,
+backward, clip_grad_norm_, optimizer step, LambdaLR step, and it reads the loss of every step.
+It is written as its library's own examples are, with all logging off.
+
+Method: one thread. Each loop runs as a coroutine that is paused where it asks for its next
+batch, so all of them stay alive, warm and in the main thread. A round times a chunk of steps of
+each, in shuffled order; the difference to the hand-written loop is taken within the round.
+Medians over the rounds with 95 % bootstrap intervals. The hand-written loop runs twice: the
+second one is the control, whose overhead must include 0.
+
+    python -m benchmarks.loop_overhead              # needs benchmarks/requirements.txt for peers
+    python -m benchmarks.loop_overhead --quick      # seconds instead of minutes; wide intervals
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from greenlet import getcurrent, greenlet
+from torch import Tensor, nn
+
+from benchmarks.common import one_line, save, table
+from companion import corpus as corpora
+from companion import device as devices
+from companion.corpus import Windows
+from companion.loop import build, make_optimizer, train
+from companion.measure import interleaved, median_interval
+from companion.model import Transformer, next_token_loss
+from companion.state import Execution, RunConfig
+
+CPU = torch.device("cpu")
+FOREVER = 10**9
+CHECKED = 20
+"""Steps whose losses must agree between all loops."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained: the same for every loop."""
+
+    name: str
+    run: RunConfig
+    model: Callable[[], nn.Module]
+    fetch: Callable[[int], tuple[Tensor, Tensor]]
+    """The batch of a step."""
+    mean_loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
+    summed_loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
+    chunk: int
+    """Steps timed together."""
+    rounds: int
+
+    def parts(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        """Model, optimizer and scheduler in their initial state."""
+        torch.manual_seed(self.run.seed)
+        model = self.model()
+        optimizer = make_optimizer(model, self.run)
+        return model, optimizer, scheduler_of(optimizer, self.run)
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer, run: RunConfig) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, run.learning_rate_factor)
+
+
+def mlp(rounds: int) -> Work:
+    """The guide's MLP; 64 batches of 32 random samples, again and again."""
+    random = torch.Generator().manual_seed(1)
+    data = [
+        (torch.randn(32, 100, generator=random), torch.randint(10, (32,), generator=random))
+        for _ in range(64)
+    ]
+    run = RunConfig(
+        global_batch=32, total_steps=FOREVER, optimizer="sgd", learning_rate=1e-3, weight_decay=0.0
+    )
+    return Work(
+        name="mlp",
+        run=run,
+        model=lambda: nn.Sequential(nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 10)),
+        fetch=lambda step: data[step % len(data)],
+        mean_loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        summed_loss=lambda model, batch: F.cross_entropy(
+            model(batch[0]), batch[1], reduction="sum"
+        ),
+        chunk=50,
+        rounds=rounds,
+    )
+
+
+def tiny(rounds: int) -> Work:
+    """The course's ``tiny`` on its real text."""
+    run = RunConfig.preset("tiny", total_steps=FOREVER)
+    windows = Windows(corpora.prepare().train, run.sequence, run.seed)
+    return Work(
+        name="tiny",
+        run=run,
+        model=lambda: Transformer(run.model),
+        fetch=lambda step: windows(step * run.global_batch, run.global_batch),
+        mean_loss=lambda model, batch: next_token_loss(model, batch) / batch[1].numel(),
+        summed_loss=next_token_loss,
+        chunk=2,
+        rounds=rounds,
+    )
+
+
+class Batches:
+    """An endless loader that hands control back to the timer after each chunk of batches."""
+
+    def __init__(self, work: Work) -> None:
+        self.fetch, self.chunk, self.step = work.fetch, work.chunk, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        if self.step and self.step % self.chunk == 0:
+            getcurrent().parent.switch()
+        self.step += 1
+        return self.fetch(self.step - 1)
+
+
+# ── The loops ────────────────────────────────────────────────────────────────────────────────
+
+
+def hand_written(work: Work, batches: Batches, losses: list[float]) -> None:
+    model, optimizer, scheduler = work.parts()
+    model.train()
+    parameters = list(model.parameters())
+    for batch in batches:
+        optimizer.zero_grad(set_to_none=True)
+        loss = work.mean_loss(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, work.run.clip)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+
+
+def companion(work: Work, batches: Batches, losses: list[float]) -> None:
+    state = build(
+        work.run,
+        Execution(device="cpu"),
+        model=work.model,
+        loss=work.summed_loss,
+        batches=lambda first, count: next(batches),
+    )
+    for record in train(state, steps=FOREVER):
+        losses.append(record.loss)
+
+
+def fabric(work: Work, batches: Batches, losses: list[float]) -> None:
+    from lightning import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, optimizer, scheduler = work.parts()
+    model, optimizer = fabric.setup(model, optimizer)
+    model.train()
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = work.mean_loss(model, batch)
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=work.run.clip)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+
+
+def accelerate(work: Work, batches: Batches, losses: list[float]) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, scheduler = accelerator.prepare(*work.parts())
+    model.train()
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = work.mean_loss(model, batch)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), work.run.clip)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+
+
+def lightning(work: Work, batches: Batches, losses: list[float]) -> None:
+    from lightning import LightningModule, Trainer
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.optimizer, self.scheduler = work.parts()
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss = work.mean_loss(self.model, batch)
+            losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> dict[str, Any]:
+            schedule = {"scheduler": self.scheduler, "interval": "step"}
+            return {"optimizer": self.optimizer, "lr_scheduler": schedule}
+
+    # barebones: the setting that Lightning itself offers to measure its overhead
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_steps=FOREVER, barebones=True,
+        gradient_clip_val=work.run.clip, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(Module(), batches)
+
+
+def transformers(work: Work, batches: Batches, losses: list[float]) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return Named()
+
+        def compute_loss(self, model: nn.Module, inputs: Any, **ignored: Any) -> Tensor:
+            loss = work.mean_loss(model, (inputs["inputs"], inputs["targets"]))
+            losses.append(loss.item())
+            return loss
+
+    class Named:
+        """It wants batches to be dicts."""
+
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            return ({"inputs": inputs, "targets": targets} for inputs, targets in batches)
+
+    model, optimizer, scheduler = work.parts()
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(), use_cpu=True, max_steps=FOREVER, max_grad_norm=work.run.clip,
+        logging_strategy="no", save_strategy="no", eval_strategy="no", report_to="none",
+        disable_tqdm=True, remove_unused_columns=False, average_tokens_across_devices=False,
+        per_device_train_batch_size=work.run.global_batch,
+    )  # fmt: skip
+    Own(model=model, args=arguments, optimizers=(optimizer, scheduler)).train()
+
+
+LOOPS: dict[str, tuple[Callable[[Work, Batches, list[float]], None], str | None]] = {
+    "hand-written": (hand_written, None),
+    "hand-written again": (hand_written, None),
+    "companion.train": (companion, None),
+    "Lightning Fabric": (fabric, "lightning"),
+    "Accelerate": (accelerate, "accelerate"),
+    "transformers Trainer": (transformers, "transformers"),
+    "Lightning Trainer": (lightning, "lightning"),
+}
+"""Each loop, and the package that it needs."""
+
+
+# ── Timing ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Paused:
+    """A loop that runs one chunk of steps each time it is called."""
+
+    def __init__(self, work: Work, loop: Callable[[Work, Batches, list[float]], None]) -> None:
+        self.losses: list[float] = []
+        self.coroutine = greenlet(lambda: loop(work, Batches(work), self.losses))
+
+    def __call__(self) -> None:
+        self.coroutine.switch()
+        if self.coroutine.dead:
+            raise RuntimeError("a loop ended before its data did")
+
+    def close(self) -> None:
+        with contextlib.suppress(BaseException):
+            self.coroutine.throw()
+
+
+def installed(package: str | None) -> bool:
+    if package is None:
+        return True
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def measure(work: Work) -> dict[str, dict[str, Any]]:
+    """Per loop: its step in µs, and overhead and ratio against the hand-written loop."""
+    loops = {
+        name: Paused(work, loop)
+        for name, (loop, package) in LOOPS.items()
+        if installed(package)
+    }
+    seconds = interleaved(loops, CPU, work.rounds, calls=1)
+    agree(loops)
+    for loop in loops.values():
+        loop.close()
+    base = seconds["hand-written"]
+    return {
+        name: {
+            "step_us": 1e6 * median_interval(values)[0] / work.chunk,
+            "overhead_us": median_interval(1e6 * (values - base) / work.chunk),
+            "ratio": median_interval(values / base),
+            "rounds": len(values),
+        }
+        for name, values in seconds.items()
+    }
+
+
+def agree(loops: dict[str, Paused]) -> None:
+    """All loops did the same work: their losses are the same but for the order of additions."""
+    expected = torch.tensor(loops["hand-written"].losses[:CHECKED])
+    for name, loop in loops.items():
+        found = torch.tensor(loop.losses[: len(expected)])
+        if len(found) != len(expected) or not torch.allclose(found, expected, rtol=1e-4, atol=0):
+            raise SystemExit(
+                f"{name} did other work: its first losses are {found.tolist()}, "
+                f"the hand-written loop's {expected.tolist()}"
+            )
+
+
+def show(work: Work, figures: dict[str, dict[str, Any]]) -> str:
+    rows = []
+    for name, of in figures.items():
+        middle, low, high = of["overhead_us"]
+        ratio, ratio_low, ratio_high = of["ratio"]
+        overhead = "–" if name == "hand-written" else f"{middle:.1f} [{low:.1f}, {high:.1f}]"
+        against = "–" if name == "hand-written" else f"{ratio:.3f} [{ratio_low:.3f}, {ratio_high:.3f}]"
+        rows.append((name, f"{of['step_us']:,.1f}", overhead, against))
+    rounds = figures["hand-written"]["rounds"]
+    title = f"{work.name}: {rounds} rounds of {work.chunk} steps"
+    return table((title, "µs a step", "overhead, µs", "ratio"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few rounds: to see that it works")
+    parser.add_argument("--only", choices=("mlp", "tiny"), help="one of the two workloads")
+    parser.add_argument("--rounds", type=int, help="of each workload")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    print(one_line(devices.conditions(CPU)))
+    versions = {
+        package: importlib.metadata.version(package)
+        for _, package in LOOPS.values()
+        if package is not None and installed(package)
+    }
+    print(one_line(versions) or "no peer is installed: pip install -r benchmarks/requirements.txt")
+    figures: dict[str, Any] = {"peers": versions}
+    for make, many, few in ((mlp, 200, 12), (tiny, 120, 4)):
+        if arguments.only in (None, make.__name__):
+            work = make(arguments.rounds or (few if arguments.quick else many))
+            figures[work.name] = measure(work)
+            print("\n" + show(work, figures[work.name]) + "\n", flush=True)
+    save("loop_overhead", figures, CPU)
+
+
+if __name__ == "__main__":
+    main()
