@@ -1,0 +1,1 @@
+"""What only a notebook needs: live panel, explorers, pictures, lab book, checks."""
