@@ -207,8 +207,9 @@ def parameter_count(model: nn.Module) -> int:
 def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Cross-entropy in nats, **summed** over the targets other than -100.
 
-    ``batch`` is ``(inputs [B, T], targets [B, T])``; logits are reduced in float32.
+    ``batch`` is ``(inputs [B, T], targets [B, T])``; the sum is taken in float32 at least.
     """
     inputs, targets = batch
-    logits = model(inputs)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+    logits = model(inputs).flatten(0, 1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum")

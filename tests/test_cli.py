@@ -1,0 +1,84 @@
+"""The command line on real runs: what it prints, its exit status, one sentence when it fails."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from companion.__main__ import main
+
+TRAIN = ["train", "--sequence", "32", "--global-batch", "4", "--steps", "2", "--log-every", "1"]
+
+
+def run(*arguments: str, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "companion", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **kwargs,
+    )
+
+
+def test_train_prints_steps_and_what_to_beat(capsys):
+    assert main(TRAIN) == 0
+    out = capsys.readouterr().out
+    assert "4 × 32 tokens a step" in out
+    assert "step     2  loss" in out and "held-out loss" in out and "to beat: bigram" in out
+
+
+def test_same_seed_same_lines(capsys):
+    def losses():
+        main([*TRAIN, "--seed", "3"])
+        return [line.split("lr")[0] for line in capsys.readouterr().out.splitlines()]
+
+    assert losses() == losses()
+
+
+def test_doctor_as_json_and_text():
+    done = run("doctor", "--json")
+    findings = json.loads(done.stdout)
+    assert {"name", "ok", "found", "remedy"} <= findings[0].keys()
+    assert done.returncode in (0, 1)
+    text = run("doctor").stdout
+    assert all(finding["name"] in text for finding in findings)
+
+
+def test_own_corpus_and_tensorboard(tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    for i in range(20):
+        (tmp_path / "text" / f"{i}.txt").write_text("the quick brown fox " * 40)
+    assert main([*TRAIN, "--corpus", f"{tmp_path}/text", "--tensorboard", f"{tmp_path}/tb"]) == 0
+    assert list(Path(tmp_path, "tb").glob("events*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "huge"], "no preset 'huge'"),
+        (["--steps", "-1"], "--steps is -1"),
+        (["--global-batch", "0"], "global_batch is 0"),
+        (["--sequence", "999"], "sequence is 999, the model's context is 256"),
+        (["--corpus", "/nowhere/at/all"], "corpus /nowhere/at/all: no such file or directory"),
+        (["--device", "tpu"], "tpu"),
+        (["--strategy", "ddp"], "strategy ddp needs several ranks"),
+        (["--learning-rate", "nan"], "learning_rate is nan"),
+        (["--learning-rate", "1e9"], "the loss is"),
+        (["--micro-batch", "0"], "micro_batch is 0"),
+        (["--log-every", "-1"], "--log-every is negative"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(arguments, message, capsys):
+    steps = [] if "1e9" not in arguments else ["--steps", "30"]
+    assert main([*TRAIN, *steps, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("companion: ") and error.count("\n") == 1
+    assert "Traceback" not in error
+
+
+def test_traceback_when_asked_for():
+    with pytest.raises(ValueError, match="no preset"):
+        main(["--traceback", *TRAIN, "--preset", "huge"])
