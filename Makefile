@@ -24,7 +24,7 @@ setup: ## install what the lock says into .venv (the other targets call it)
 	@sh tools/setup.sh
 
 lab: setup ## open JupyterLab on the course (PORT=, NO_BROWSER=1)
-	@$(PYTHON) -m tools.lab --port $(PORT) --work "$(WORK)" $(if $(NO_BROWSER),--no-browser)
+	@exec $(PYTHON) -m tools.lab --port $(PORT) --work "$(WORK)" $(if $(NO_BROWSER),--no-browser)
 
 test: unit nbval browser ## unit tests, all notebooks, one pass in a browser
 

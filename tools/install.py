@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,10 +24,10 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 def wanted() -> dict[str, str]:
     """What the stamp must say for the installed environment to be taken as it is."""
-    digest = hashlib.sha256()
-    for name in ("requirements.lock", "pyproject.toml"):
-        digest.update((ROOT / name).read_bytes())
-    return {"root": str(ROOT), "files": digest.hexdigest()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    digest = hashlib.sha256((ROOT / "requirements.lock").read_bytes())
+    digest.update(json.dumps(project).encode())
+    return {"root": str(ROOT), "content": digest.hexdigest()}
 
 
 def read_stamp() -> dict[str, str]:

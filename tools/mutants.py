@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("companion", "tests", "tools", "notebooks", "conftest.py", "pyproject.toml")
+COPIED = ("companion", "examples", "tests", "tools", "notebooks", "conftest.py", "pyproject.toml")
 ALSO = ("ARCHITECTURE.md", "README.md", "Makefile", "requirements.lock", "environment.yml")
 SECONDS = 600
 
