@@ -446,7 +446,7 @@ def _run_rank(kind: str, target: str, arguments: list[str]) -> None:
     error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     (error_file.parent / "pid").write_text(str(os.getpid()))
     os.dup2(1, 2)  # one file, so that stdout and stderr keep their order
-    faulthandler.enable()  # a segmentation fault then shows where it was
+    faulthandler.enable(all_threads=False)  # a segmentation fault then shows where it was
     _watch_lifeline(_kill_own_group)
     sys.argv = [target, *arguments]
     # Ranks find this package even where it is not installed.
