@@ -53,12 +53,12 @@ def record(stage: str, figures: dict[str, Any], *, conditions: dict[str, Any]) -
     for what, values in (("figures", figures), ("conditions", conditions)):
         if not isinstance(values, dict):
             raise TypeError(f"{what} is a {type(values).__name__}: give a dict of names and values")
-        _plain(values, what)
     if "device" not in conditions:
         raise ValueError(
             "conditions has no 'device', so nobody could tell what the figures are of: "
             "pass companion.device.conditions(device)"
         )
+    figures, conditions = _plain(figures, "figures"), _plain(conditions, "conditions")
     entry = Entry(stage, figures, conditions, datetime.now(UTC).isoformat(timespec="seconds"))
     _append({"format": FORMAT, **vars(entry)})
     return entry
@@ -130,26 +130,24 @@ def _known(stage: str) -> None:
         raise ValueError(f"no stage {stage!r}; there are {', '.join(STAGES)}")
 
 
-def _plain(value: Any, where: str) -> None:
+def _plain(value: Any, where: str) -> Any:
+    """A copy in the types that JSON has; ``torch.__version__`` is a kind of str, for example."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(
             f"{where} is {value}: the lab book keeps finite numbers; find out what went wrong "
             "before you record"
         )
-    if value is None or isinstance(value, bool | int | float | str):
-        # numpy's float64 is a float, but only plain ones have a JSON form that all readers share
-        if type(value) in (type(None), bool, int, float, str):
-            return
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"{where} has the key {key!r}: use text for names")
-            _plain(item, f"{where}[{key!r}]")
-        return
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _plain(item, f"{where}[{index}]")
-        return
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, dict):
+        if strange := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"{where} has the key {strange[0]!r}: use text for names")
+        return {str(key): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     kind = type(value)
     raise TypeError(
         f"{where} is a {kind.__module__}.{kind.__name__}: record a plain number, for example "
@@ -179,7 +177,8 @@ def _append(line: dict[str, Any]) -> None:
 
 def _unusable(error: OSError, file: Path, verb: str) -> OSError:
     reason = (error.strerror or str(error)).lower()
-    if file.parent.exists() and not file.parent.is_dir():
+    # os.path answers where pathlib raises, in a directory that may not be searched
+    if os.path.isfile(file.parent):
         reason = f"{file.parent} is a file"
     return type(error)(
         f"the lab book {file} cannot be {verb} ({reason}): set COMPANION_HOME to a directory "

@@ -217,6 +217,9 @@ class _Panel(_Lines):
         self.handle = display(
             {**self.box._repr_mimebundle_(), **data}, metadata=metadata, raw=True, display_id=True
         )
+        # ipykernel 7.4 sends what a widget says to the shell that last spoke to it, which is this
+        # busy one; with no note of it, the click goes to the subshell that JupyterLab asked for
+        vars(self.button.comm).pop("_reply_subshell_id", None)
         # a loop that a cell leaves half-way, kept in a variable, must not look as if it ran
         self.events, self.thread = get_ipython().events, threading.current_thread()
         self.events.register("post_run_cell", self.cell_ended)
@@ -258,7 +261,9 @@ class _Panel(_Lines):
         image = self.plots.png(picture)
         self.image.value = self.plots.img(image, self.plots.LOSS_CURVE_HEIGHT, picture.alt)
         ended = time.perf_counter()
-        self.draw_at = ended + max(STATUS_EVERY, (ended - began) * (1 / DRAW_SHARE - 1))
+        # what the first picture of all costs more, loading fonts, comes only once
+        cost = ended - began if self.history else 0.0
+        self.draw_at = ended + max(STATUS_EVERY, cost * (1 / DRAW_SHARE - 1))
         return image
 
     def bar(self, text: str) -> str:

@@ -4,6 +4,7 @@ Live in a notebook with a kernel; elsewhere the same cell shows the picture it s
 """
 
 import html
+import math
 from typing import Any
 
 import ipywidgets
@@ -16,8 +17,7 @@ class Explorer:
     """Controls above a picture. Subclass it and give :meth:`picture`.
 
     Everything is reached by keyboard: Tab goes from control to control, the arrow keys move a
-    slider, and its number can be typed. The picture has a text alternative, and the sentence
-    below says the same to everyone.
+    slider. The picture has a text alternative, and the sentence below it says the same.
     """
 
     def __init__(self, **controls: ipywidgets.ValueWidget) -> None:
@@ -59,27 +59,33 @@ class ScheduleExplorer(Explorer):
     def __init__(self, run: RunConfig | None = None) -> None:
         """Starts from ``run``; by default the preset ``tiny``."""
         self.run = run = run or RunConfig.preset("tiny")
-        slider = ipywidgets.IntSlider
+        # every slider can stand on the run's own value, or moving another one would change it
+        rates = sorted(
+            {run.learning_rate, *(m * 10.0**e for e in range(-5, -1) for m in (1, 2, 5))}
+        )
         super().__init__(
-            learning_rate=ipywidgets.FloatLogSlider(
+            learning_rate=ipywidgets.SelectionSlider(
+                options=[(f"{rate:.2g}", rate) for rate in rates],
                 value=run.learning_rate,
-                min=-5,
-                max=-1,
-                step=0.05,
-                readout_format=".1e",
                 description="Peak learning rate",
             ),
-            warmup_steps=slider(
-                value=run.warmup_steps, min=0, max=200, step=5, description="Warm-up steps"
+            warmup_steps=ipywidgets.IntSlider(
+                value=run.warmup_steps,
+                max=max(200, 2 * run.warmup_steps),
+                step=math.gcd(5, run.warmup_steps),
+                description="Warm-up steps",
             ),
-            total_steps=slider(
-                value=run.total_steps, min=50, max=2000, step=50, description="Total steps"
+            total_steps=ipywidgets.IntSlider(
+                value=run.total_steps,
+                min=math.gcd(10, run.total_steps),
+                max=max(2000, 2 * run.total_steps),
+                step=math.gcd(10, run.total_steps),
+                description="Total steps",
             ),
             final_fraction=ipywidgets.FloatSlider(
                 value=run.final_fraction,
-                min=0,
-                max=1,
-                step=0.05,
+                max=max(1.0, run.final_fraction),
+                step=0.01,
                 readout_format=".2f",
                 description="Final fraction",
             ),
