@@ -21,94 +21,22 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from benchmarks.common import one_line, save, table
-from companion import corpus as corpora
+from benchmarks.work import FOREVER, Work, mlp, tiny
 from companion import device as devices
-from companion.corpus import Windows
-from companion.loop import build, make_optimizer, train
+from companion.loop import build, train
 from companion.measure import interleaved, median_interval
-from companion.model import Transformer, next_token_loss
-from companion.state import Execution, RunConfig
+from companion.state import Execution
 
 CPU = torch.device("cpu")
-FOREVER = 10**9
 CHECKED = 20
 """Most steps whose losses are held against the hand-written loop's."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is trained: the same for every loop."""
-
-    name: str
-    run: RunConfig
-    model: Callable[[], nn.Module]
-    fetch: Callable[[int], tuple[Tensor, Tensor]]
-    """The batch of a step."""
-    mean_loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
-    summed_loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
-    chunk: int
-    """Steps timed together."""
-    rounds: int
-
-    def parts(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        """Model, optimizer and scheduler in their initial state."""
-        torch.manual_seed(self.run.seed)
-        model = self.model()
-        optimizer = make_optimizer(model, self.run)
-        return model, optimizer, scheduler_of(optimizer, self.run)
-
-
-def scheduler_of(optimizer: torch.optim.Optimizer, run: RunConfig) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, run.learning_rate_factor)
-
-
-def mlp(rounds: int) -> Work:
-    """The guide's MLP; 64 batches of 32 random samples, again and again."""
-    random = torch.Generator().manual_seed(1)
-    data = [
-        (torch.randn(32, 100, generator=random), torch.randint(10, (32,), generator=random))
-        for _ in range(64)
-    ]
-    run = RunConfig(
-        global_batch=32, total_steps=FOREVER, optimizer="sgd", learning_rate=1e-3, weight_decay=0.0
-    )
-    return Work(
-        name="mlp",
-        run=run,
-        model=lambda: nn.Sequential(nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 10)),
-        fetch=lambda step: data[step % len(data)],
-        mean_loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-        summed_loss=lambda model, batch: F.cross_entropy(
-            model(batch[0]), batch[1], reduction="sum"
-        ),
-        chunk=50,
-        rounds=rounds,
-    )
-
-
-def tiny(rounds: int) -> Work:
-    """The course's ``tiny`` on its real text."""
-    run = RunConfig.preset("tiny", total_steps=FOREVER)
-    windows = Windows(corpora.prepare().train, run.sequence, run.seed)
-    return Work(
-        name="tiny",
-        run=run,
-        model=lambda: Transformer(run.model),
-        fetch=lambda step: windows(step * run.global_batch, run.global_batch),
-        mean_loss=lambda model, batch: next_token_loss(model, batch) / batch[1].numel(),
-        summed_loss=next_token_loss,
-        chunk=2,
-        rounds=rounds,
-    )
 
 
 class Batches:
@@ -285,12 +213,12 @@ def installed(package: str | None) -> bool:
     return True
 
 
-def measure(work: Work) -> dict[str, dict[str, Any]]:
+def measure(work: Work, rounds: int) -> dict[str, dict[str, Any]]:
     """Per loop: its step in µs, and overhead and ratio against the hand-written loop."""
     loops = {
         name: Paused(work, loop) for name, (loop, package) in LOOPS.items() if installed(package)
     }
-    seconds = interleaved(loops, CPU, work.rounds, calls=1)
+    seconds = interleaved(loops, CPU, rounds, calls=1)
     agree(loops)
     for loop in loops.values():
         loop.close()
@@ -352,10 +280,11 @@ def main() -> None:
     }
     print(one_line(versions) or "no peer is installed: pip install -r benchmarks/requirements.txt")
     figures: dict[str, Any] = {"peers": versions}
-    for make, many, few in ((mlp, 200, 12), (tiny, 120, 4)):
+    for make, many, few in ((mlp, 200, 12), (tiny, 200, 4)):
         if arguments.only in (None, make.__name__):
-            work = make(arguments.rounds or (few if arguments.quick else many))
-            figures[work.name] = measure(work)
+            work = make()
+            rounds = arguments.rounds or (few if arguments.quick else many)
+            figures[work.name] = measure(work, rounds)
             print("\n" + show(work, figures[work.name]) + "\n", flush=True)
     save("loop_overhead", figures, CPU)
 
