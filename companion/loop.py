@@ -9,12 +9,8 @@ Read it from the bottom up: ``train`` fetches this rank's share of the next glob
 calls ``optimizer_step``; the rest makes that exact on any number of ranks and micro-batches.
 """
 
-import _signal
 import contextlib
 import math
-import signal
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -28,12 +24,22 @@ from companion import parallel
 from companion.corpus import BatchFn, Windows
 from companion.measure import phase
 from companion.model import Transformer, next_token_loss
+from companion.randomness import fork_rng, step_randomness
+from companion.record import Clock, NonFiniteLoss, Record, StepResult, check_finite
 from companion.state import CountFn, Execution, LossFn, Mesh, RunConfig, TrainState
+from companion.stopping import Stop, Undisturbed, stop_requested
 
-
-class NonFiniteLoss(ArithmeticError):
-    """The loss is NaN or infinite; the message names the step."""
-
+__all__ = [
+    "NonFiniteLoss",
+    "Record",
+    "StepResult",
+    "Stop",
+    "build",
+    "evaluate",
+    "optimizer_step",
+    "stop_requested",
+    "train",
+]
 
 # --- build -------------------------------------------------------------------------------
 
@@ -69,7 +75,7 @@ def build(
             "weights; give a function that makes it: model=lambda: MyModel()"
         )
     parallel.share(run.global_batch, mesh.rank, mesh.world)
-    with _fork_rng(mesh.device):
+    with fork_rng(mesh.device):
         torch.manual_seed(run.seed)
         module = model() if model else Transformer(run.model)
     if not isinstance(module, nn.Module):
@@ -132,21 +138,6 @@ def count_targets(batch: Any) -> int:
 # --- one step ----------------------------------------------------------------------------
 
 
-class StepResult:
-    """What one optimizer step knows, still on the device: nothing here has been waited for."""
-
-    __slots__ = ("count", "grad_norm", "loss_sum", "work")
-
-    def __init__(self, loss_sum: Tensor, count: int, grad_norm: Tensor | None, work: Any) -> None:
-        self.loss_sum = loss_sum
-        """This rank's sum; the sum over all ranks once ``work`` is done."""
-        self.count = count
-        """Targets over all ranks."""
-        self.grad_norm = grad_norm
-        """Before clipping; None where the run does not clip."""
-        self.work = work
-
-
 def optimizer_step(state: TrainState, batch: Any, count: int | None = None) -> StepResult:
     """One optimizer step on this rank's share of a global batch; moves the position on.
 
@@ -169,7 +160,7 @@ def optimizer_step(state: TrainState, batch: Any, count: int | None = None) -> S
     pieces = micro_batches(batch, state.how.micro_batch)
     loss_sum: Tensor | None = None
     state.optimizer.zero_grad(set_to_none=True)
-    with _step_randomness(run.seed, step, mesh):
+    with step_randomness(run.seed, step, mesh.rank, device):
         for index, piece in enumerate(pieces):
             last = index == len(pieces) - 1
             with _NOTHING if last else parallel.no_sync(state.compute):
@@ -181,7 +172,7 @@ def optimizer_step(state: TrainState, batch: Any, count: int | None = None) -> S
             loss_sum = loss if loss_sum is None else loss_sum + loss
     assert loss_sum is not None
     if device.type == "cpu":
-        _check_finite(loss_sum.item(), step)
+        check_finite(loss_sum.item(), step)
     work = None
     if mesh.world > 1:
         loss_sum = loss_sum.clone()
@@ -191,7 +182,7 @@ def optimizer_step(state: TrainState, batch: Any, count: int | None = None) -> S
         if run.clip:
             parameters = [p for g in state.optimizer.param_groups for p in g["params"]]
             grad_norm = nn.utils.clip_grad_norm_(parameters, run.clip)
-        with _Undisturbed():
+        with Undisturbed():
             state.optimizer.step()
             state.scheduler.step()
             state.position += run.global_batch
@@ -249,265 +240,7 @@ def _autocast(state: TrainState) -> contextlib.AbstractContextManager[Any]:
     return _NOTHING
 
 
-def _check_finite(loss: float, step: int) -> None:
-    if not math.isfinite(loss):
-        raise NonFiniteLoss(
-            f"step {step}: the loss is {loss}; the weights from then on are not to be trusted. "
-            "Lower the learning rate, lengthen the warm-up, or look at that step's batch"
-        )
-
-
-# --- randomness and interrupts -----------------------------------------------------------
-
-
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """One 63-bit seed from the three, by the finaliser of SplitMix64 (Steele et al. 2014)."""
-    mask = 2**64 - 1
-    z = seed
-    for value in (step, rank):
-        z = (z + 0x9E3779B97F4A7C15 * (value + 1)) & mask
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        z ^= z >> 31
-    return z >> 1
-
-
-class _step_randomness:
-    """Draws inside depend on (seed, step, rank) only; draws outside go on as if none were made.
-
-    A class, not a generator: it stands in the hot path.
-    """
-
-    __slots__ = ("generators", "seed", "states")
-
-    def __init__(self, seed: int, step: int, mesh: Mesh) -> None:
-        self.seed = step_seed(seed, step, mesh.rank)
-        self.generators = _generators(mesh.device)
-
-    def __enter__(self) -> None:
-        self.states = [generator.get_state() for generator in self.generators]
-        for generator in self.generators:
-            generator.manual_seed(self.seed)
-
-    def __exit__(self, *exc: object) -> None:
-        for generator, saved in zip(self.generators, self.states, strict=True):
-            generator.set_state(saved)
-
-
-def _generators(device: torch.device) -> list[torch.Generator]:
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        generators.append(torch.cuda.default_generators[index])
-    elif device.type == "mps":
-        generators.append(torch.mps._get_default_mps_generator())
-    return generators
-
-
-@contextlib.contextmanager
-def _fork_rng(device: torch.device) -> Iterator[None]:
-    generators = _generators(device)
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, saved in zip(generators, states, strict=True):
-            generator.set_state(saved)
-
-
-_SIGINT = int(signal.SIGINT)
-
-
-class _Undisturbed:
-    """Holds an interrupt back while weights, schedule and position change together.
-
-    It calls ``_signal``: the wrappers in ``signal`` look up enums, 10 µs a step.
-    """
-
-    __slots__ = ("arrived", "before")
-
-    def __enter__(self) -> None:
-        self.arrived: tuple[int, Any] | None = None
-        self.before: Any = None
-        if threading.current_thread() is threading.main_thread():
-            self.before = _signal.getsignal(_SIGINT)
-            if callable(self.before):
-                _signal.signal(_SIGINT, self._note)
-
-    def _note(self, signum: int, frame: Any) -> None:
-        self.arrived = (signum, frame)
-
-    def __exit__(self, *exc: object) -> None:
-        if callable(self.before):
-            _signal.signal(_SIGINT, self.before)
-            if self.arrived:
-                self.before(*self.arrived)
-
-
-class Stop:
-    """True once a signal has arrived, or :meth:`request` was called."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        """The signal's number, None where there was none."""
-        self._requested = False
-
-    def request(self) -> None:
-        self._requested = True
-
-    def __bool__(self) -> bool:
-        return self._requested
-
-
-@contextlib.contextmanager
-def stop_requested() -> Iterator[Stop]:
-    """Turn Ctrl-C, a kernel interrupt and SIGTERM into a flag that you read between steps.
-
-    A second Ctrl-C raises KeyboardInterrupt, so a step that hangs can still be left. Outside
-    the main thread no signal arrives and only :meth:`Stop.request` sets the flag.
-    """
-    stop = Stop()
-
-    def note(signum: int, frame: Any) -> None:
-        if stop and signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.signal = int(signum)
-        stop.request()
-
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            before[signum] = signal.signal(signum, note)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-
 # --- the loop ----------------------------------------------------------------------------
-
-
-class Record:
-    """One completed step. Reading ``loss`` or a speed is what waits for the device."""
-
-    __slots__ = ("_clock", "_loss", "_rate", "_result", "learning_rate", "position", "step")
-
-    def __init__(
-        self, step: int, position: int, learning_rate: float, result: StepResult, clock: "_Clock"
-    ) -> None:
-        self.step = step
-        """Number of this step; the first is 1."""
-        self.position = position
-        """Samples consumed, over all ranks."""
-        self.learning_rate = learning_rate
-        """That this step used."""
-        self._result, self._clock = result, clock
-        self._loss: float | None = None
-        self._rate: tuple[float, float] | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Targets in this step, over all ranks."""
-        return self._result.count
-
-    @property
-    def loss(self) -> float:
-        """Mean loss per target over the global batch.
-
-        Raises:
-            NonFiniteLoss: it is NaN or infinite.
-        """
-        if self._loss is None:
-            self._clock.wait()
-            if self._result.work is not None:
-                self._result.work.wait()
-            self._loss = self._result.loss_sum.item() / self._result.count
-            _check_finite(self._loss, self.step - 1)
-        return self._loss
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Norm of the gradient before clipping; None where the run does not clip."""
-        return None if self._result.grad_norm is None else self._result.grad_norm.item()
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Over the steps since a speed was last read; your own loop body is left out."""
-        return self._speed()[0]
-
-    @property
-    def step_seconds(self) -> float:
-        """Mean over the same steps."""
-        return self._speed()[1]
-
-    def _speed(self) -> tuple[float, float]:
-        if self._rate is None:
-            self._rate = self._clock.close()
-        return self._rate
-
-    def row(self) -> dict[str, float | int | None]:
-        """Plain numbers, ready for JSON."""
-        return {
-            "step": self.step,
-            "position": self.position,
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "learning_rate": self.learning_rate,
-            "tokens": self.tokens,
-            "tokens_per_second": self.tokens_per_second,
-        }
-
-
-class _Clock:
-    """Seconds inside steps and targets seen, over a window that a reader closes.
-
-    CUDA runs behind the host, so there a step's time is taken between two events in the
-    stream, of the last 64 steps at most; nothing waits until the window is read.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.events: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque(maxlen=64)
-        self.seconds, self.tokens, self.steps = 0.0, 0, 0
-        self.last = (math.nan, math.nan)
-
-    def start(self) -> None:
-        if self.device.type == "cuda":
-            self.started = torch.cuda.Event(enable_timing=True)
-            self.started.record()
-        else:
-            self.began = time.perf_counter()
-
-    def stop(self, tokens: int) -> None:
-        if self.device.type == "cuda":
-            ended = torch.cuda.Event(enable_timing=True)
-            ended.record()
-            self.events.append((self.started, ended, tokens))
-        else:
-            self.seconds += time.perf_counter() - self.began
-            self.tokens += tokens
-            self.steps += 1
-
-    def wait(self) -> None:
-        """Wait for the device; where steps are timed by the host that wait is step time."""
-        if self.device.type == "mps":
-            before = time.perf_counter()
-            devices.synchronize(self.device)
-            self.seconds += time.perf_counter() - before
-
-    def close(self) -> tuple[float, float]:
-        self.wait()
-        if self.events:
-            self.events[-1][1].synchronize()
-            self.seconds = sum(a.elapsed_time(b) for a, b, _ in self.events) / 1e3
-            self.tokens = sum(tokens for _, _, tokens in self.events)
-            self.steps = len(self.events)
-            self.events.clear()
-        if self.steps:
-            self.last = (self.tokens / self.seconds, self.seconds / self.steps)
-        self.seconds, self.tokens, self.steps = 0.0, 0, 0
-        return self.last
 
 
 class _Feed:
@@ -575,7 +308,7 @@ def train(state: TrainState, steps: int) -> Iterator[Record]:
 
 
 def _train(state: TrainState, steps: int) -> Iterator[Record]:
-    clock, feed = _Clock(state.mesh.device), _Feed(state)
+    clock, feed = Clock(state.mesh.device), _Feed(state)
     unread: deque[Record] = deque(maxlen=64)
     state.compute.train()
     for index in range(steps):
@@ -633,7 +366,7 @@ def evaluate(state: TrainState, samples: int = 480, batches: BatchFn | None = No
     loss_sum, count = torch.zeros((), device=mesh.device, dtype=torch.float64), 0
     if mesh.device.type == "mps":
         loss_sum = loss_sum.float()
-    with _fork_rng(mesh.device):
+    with fork_rng(mesh.device):
         try:
             module.eval()
             for first in range(low, high, size):

@@ -28,11 +28,11 @@ from companion.loop import (
     evaluate,
     micro_batches,
     optimizer_step,
-    step_seed,
     stop_requested,
     train,
 )
 from companion.model import ModelConfig
+from companion.randomness import step_seed
 from companion.state import Execution, RunConfig
 
 MODEL = ModelConfig(context=32, layers=2, width=32, heads=4, kv_heads=2, hidden=48)
