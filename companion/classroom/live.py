@@ -283,9 +283,15 @@ class _Panel(_Lines):
             data, metadata = self.plots.bundle(self.draw(), summary)
             self.handle.update(data, metadata=metadata, raw=True)
         finally:
-            for widget in (self.box, *self.box.children, self.button, self.status):
-                widget.close()
+            self.close()
             self.say(summary)
+
+    def close(self) -> None:
+        """Widgets live until they are closed, in the kernel and in the front end."""
+        for widget in (self.box, *self.box.children, *self.box.children[0].children):
+            for part in (widget, widget.layout, getattr(widget, "style", None)):
+                if part is not None:
+                    part.close()
 
 
 def clock(seconds: float) -> str:
