@@ -31,6 +31,8 @@ from typing import Any
 REPORT_FILE = "COMPANION_REPORT_FILE"
 GRACE_SECONDS = 10.0
 """How long ranks may take to end by themselves once they are told to stop."""
+_STOPPED = ("SystemExit", "KeyboardInterrupt")
+"""What a rank ends with that was told to stop."""
 _PEER_LOST = re.compile(
     r"closed by (remote )?peer|reset by peer|Connection was likely closed|Broken pipe"
     r"|got 0 bytes|ncclRemoteError|Socket closed|remote process (has )?exited",
@@ -370,12 +372,15 @@ def _first_failure(folder: Path, status: int, port: int | None, lines: list[str]
         return _launcher_failure(folder, status, port, lines)
 
     def order(rank: int) -> tuple[int, float]:
-        error, killed = errors.get(rank), _signal_name(exitcodes.get(rank))
-        if killed == "SIGTERM" or exitcodes.get(rank) == 143:
-            return (4, 0.0)  # the launcher stopped it
-        if error is not None:
+        error, code = errors.get(rank), exitcodes.get(rank)
+        stopped = code in (-signal.SIGTERM, 143)
+        if error is not None and not (stopped and error["type"] in _STOPPED):
+            # Even if it was stopped: an exception comes before a process's slow end.
             return (3 if error["peer_lost"] else 1, error["time"])
-        return (2 if killed in (None, "SIGABRT") else 0, 0.0)  # aborts follow from lost peers
+        if stopped:
+            return (4, 0.0)
+        # Aborts follow from lost peers (NCCL's watchdog); other signals come from outside.
+        return (0 if code is not None and code < 0 and code != -signal.SIGABRT else 2, 0.0)
 
     ranks = sorted(exitcodes.keys() | errors.keys(), key=order)
     first = ranks[0]
@@ -394,6 +399,8 @@ def _first_failure(folder: Path, status: int, port: int | None, lines: list[str]
         message = f"killed by {name}"
         if name == "SIGKILL":
             message += " (often the system ran out of memory; or someone killed it)"
+        if "terminate called without an active exception" in "\n".join(own):
+            message += " (it ended with its process group open: call destroy_process_group last)"
     return LaunchError(
         first, name or "SystemExit", message, "\n".join(own[-15:]), code, also, lines
     )

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import signal
 import socket
@@ -56,20 +57,21 @@ def until(condition: Callable[[], object], seconds: float = 60) -> bool:
 
 
 class Watcher(io.StringIO):
-    """A stdout that calls ``act`` once ``word`` has been written by each of ``ranks`` ranks."""
+    """A stdout that calls ``act`` once, when all of ``words`` have been written to it."""
 
-    def __init__(self, word: str, act: Callable[[], None], ranks: int = 2) -> None:
+    def __init__(self, *words: str, act: Callable[[], object]) -> None:
         super().__init__()
-        self.word, self.act, self.ranks = word, act, ranks
+        self.words, self.act, self.done = words, act, False
 
     def write(self, text: str) -> int:
         count = super().write(text)
-        if self.act and all(
-            f"[{rank}] {self.word}" in self.getvalue() for rank in range(self.ranks)
-        ):
-            act, self.act = self.act, None
-            act()
+        if not self.done and all(word in self.getvalue() for word in self.words):
+            self.done = True
+            self.act()
         return count
+
+
+UP = ("[0] up", "[1] up")
 
 
 def interrupt() -> None:
@@ -135,20 +137,32 @@ def test_lines_of_two_ranks_stay_whole_and_in_order(script, capsys):
     assert capsys.readouterr().out.splitlines() == result.lines
 
 
-def test_lines_are_shown_while_the_ranks_run(script, tmp_path):
-    go = tmp_path / "go"
+def test_lines_are_shown_while_the_ranks_run_and_only_when_they_are_whole(script, tmp_path):
+    """Rank 0 stops in mid-line; rank 1 speaks then; when that is seen, rank 0 goes on."""
+    half, go = tmp_path / "half", tmp_path / "go"
     path = script(
         f"""
-        import os, time
-        print("up")
-        end = time.monotonic() + 40
-        while not os.path.exists({str(go)!r}):
-            assert time.monotonic() < end, "nobody saw the line"
-            time.sleep(0.05)
+        import os, pathlib, sys, time
+
+        def wait_for(name):
+            end = time.monotonic() + 40
+            while not os.path.exists(name):
+                assert time.monotonic() < end, "nobody saw the line"
+                time.sleep(0.05)
+
+        if os.environ["RANK"] == "0":
+            sys.stdout.write("first half, ")
+            pathlib.Path({str(half)!r}).touch()
+            wait_for({str(go)!r})
+            print("second half")
+        else:
+            wait_for({str(half)!r})
+            time.sleep(0.5)
+            print("up")
         """
     )
-    with contextlib.redirect_stdout(Watcher("up", go.touch)):
-        assert torchrun(path).returncode == 0
+    with contextlib.redirect_stdout(Watcher("[1] up", act=go.touch)):
+        assert torchrun(path).lines == ["[1] up", "[0] first half, second half"]
 
 
 def test_workers_may_be_spawned_from_a_script_that_ranks_run(script, capsys):
@@ -201,6 +215,7 @@ def test_the_first_failure_is_named_with_its_own_traceback(script, capsys):
 def step():
     raise ValueError("bad sample 7")
 if dist.get_rank() == 1:
+    dist.destroy_process_group()  # left open, it may abort the process as it ends
     step()
 dist.all_reduce(torch.ones(1))
 """
@@ -247,12 +262,48 @@ except RuntimeError as error:
         assert "ended with status 9 and no exception" in str(error)
 
 
+class Told(Exception):
+    pass
+
+
+LOST = RuntimeError("Connection closed by peer [127.0.0.1]:1")
+WRAPPED = RuntimeError("training failed")
+WRAPPED.__cause__ = LOST
+
+
+@pytest.mark.parametrize(
+    ("ranks", "first"),
+    [
+        # exit code and exception of rank 0, 1, ... in order of time; which one is at fault
+        ([(1, WRAPPED), (-9, None)], 1),
+        ([(1, WRAPPED), (9, None)], 1),
+        ([(1, LOST), (1, Told("late"))], 1),
+        ([(1, LOST), (-15, Told("its process was slow to end, and was stopped"))], 1),
+        ([(-6, None), (1, Told("first")), (1, Told("second")), (-15, None)], 1),
+        ([(143, SystemExit("stopped")), (-15, KeyboardInterrupt()), (3, None)], 2),
+    ],
+    ids=["killed", "exited", "lost", "slow", "aborted", "stopped"],
+)
+def test_the_first_in_cause_is_named_whatever_the_order_in_time(tmp_path, ranks, first):
+    """Which process the launcher sees first is chance, so the orders are laid out here."""
+    for rank, (_, error) in enumerate(ranks):
+        folder = tmp_path / "run" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        if error is not None:
+            launch._write_error(folder / "error.json", error, "")
+    codes = {rank: code for rank, (code, _) in enumerate(ranks)}
+    (tmp_path / "failures.json").write_text(json.dumps(codes))
+    told = launch._first_failure(tmp_path, 1, None, [])
+    assert (told.rank, told.exitcode) == (first, codes[first])
+
+
 def test_a_rank_that_ends_early_is_hinted_at(script, capsys):
     path = script(
         GLOO
         + """
 for step in range(2 if dist.get_rank() else 1):
     dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
 """
     )
     with pytest.raises(LaunchError, match="did one rank end its steps early") as caught:
@@ -266,6 +317,11 @@ for step in range(2 if dist.get_rank() else 1):
         ("import sys\nsys.exit('no data here')", "SystemExit", "no data here"),
         ("import sys\nsys.exit(3)", "SystemExit", "it ended with status 3 and no exception"),
         ("x = = 1", "SyntaxError", "invalid syntax"),
+        (
+            "print('terminate called without an active exception')\nimport os\nos.abort()",
+            "SIGABRT",
+            "killed by SIGABRT (it ended with its process group open: call destroy_process_group",
+        ),
         ("breakpoint()", "BdbQuit", ""),
         ("import ctypes\nctypes.string_at(0)", "SIGSEGV", "killed by SIGSEGV"),
     ],
@@ -352,7 +408,15 @@ def test_t25_no_fixed_port_is_used_and_two_launches_go_at_once(script, capsys):
 
 
 def test_t25_an_explicit_port_that_is_taken_is_named(script, capsys):
-    path = script(GLOO + "dist.barrier()\nimport os\nprint(os.environ['MASTER_PORT'])\n")
+    path = script(
+        GLOO
+        + """
+import os
+dist.barrier()
+print(os.environ["MASTER_PORT"])
+dist.destroy_process_group()
+"""
+    )
     with socket.socket() as occupied:
         occupied.bind(("", 0))
         occupied.listen()
@@ -374,14 +438,12 @@ time.sleep(90)
 PLAIN = "import time\nprint('up')\ntime.sleep(90)\n"
 
 
-def test_t28_after_a_timeout_nothing_runs(script, monkeypatch, tmp_path):
+def test_t28_after_a_timeout_nothing_runs(script, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temp"))
     (tmp_path / "temp").mkdir()
     path = script(PLAIN)
-    output = Watcher("up", lambda: None)
-    with contextlib.redirect_stdout(output):
-        with pytest.raises(TimeoutError, match=r"not done after 9 s and were stopped"):
-            torchrun(path, timeout=9)
+    with pytest.raises(TimeoutError, match=r"not done after 9 s and were stopped"):
+        torchrun(path, timeout=9)
     assert processes(path.name) == []
     assert list((tmp_path / "temp").iterdir()) == [], "temporary files stay"
 
@@ -391,10 +453,11 @@ def test_t28_after_an_interrupt_nothing_runs(script, monkeypatch, text):
     """Stubborn ranks ignore SIGTERM and have a process of their own beside them."""
     monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
     path = script(text)
-    with contextlib.redirect_stdout(Watcher("up", interrupt)):
+    with contextlib.redirect_stdout(Watcher(*UP, act=interrupt)):
         with pytest.raises(KeyboardInterrupt):
             torchrun(path)
-    assert until(lambda: not processes(path.name), 10), processes(path.name)
+    # sooner than the ranks' own lifeline would end them
+    assert until(lambda: not processes(path.name), 4), processes(path.name)
 
 
 def test_t28_what_a_rank_says_while_it_is_stopped_is_shown(script):
@@ -409,7 +472,7 @@ def test_t28_what_a_rank_says_while_it_is_stopped_is_shown(script):
         time.sleep(90)
         """
     )
-    output = Watcher("up", interrupt)
+    output = Watcher(*UP, act=interrupt)
     with contextlib.redirect_stdout(output), pytest.raises(KeyboardInterrupt):
         torchrun(path)
     assert "[0] saved" in output.getvalue() and "[1] saved" in output.getvalue()
@@ -439,7 +502,7 @@ def test_t28_when_the_agent_is_killed_its_ranks_end(script):
         (agent,) = [child for child in children if path.name in " ".join(child.cmdline())]
         agent.kill()
 
-    with contextlib.redirect_stdout(Watcher("up", kill_agent)):
+    with contextlib.redirect_stdout(Watcher(*UP, act=kill_agent)):
         with pytest.raises(LaunchError, match="torchrun was ended by SIGKILL") as caught:
             torchrun(path)
     assert (caught.value.rank, caught.value.signal) == (None, "SIGKILL")
