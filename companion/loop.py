@@ -360,7 +360,8 @@ def evaluate(state: TrainState, samples: int = 480, batches: BatchFn | None = No
     if samples < 1:
         raise ValueError(f"samples is {samples}: give at least 1")
     mesh, size = state.mesh, state.how.micro_batch or state.run.global_batch
-    module = parallel.local_module(state.compute)
+    # not `compute`: nothing is compiled for a few batches, and DDP's forward meets other ranks
+    module = state.model
     low, high = samples * mesh.rank // mesh.world, samples * (mesh.rank + 1) // mesh.world
     flags = [(m, m.training) for m in module.modules()]
     loss_sum, count = torch.zeros((), device=mesh.device, dtype=torch.float64), 0

@@ -102,10 +102,3 @@ def start_sum(value: Tensor, mesh: Mesh) -> dist.Work | None:
     if mesh.world == 1:
         return None
     return dist.all_reduce(value, async_op=True)
-
-
-def local_module(model: nn.Module) -> nn.Module:
-    """The module under DDP, whose forward meets no other rank."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.module
-    return model

@@ -46,6 +46,7 @@ class step_randomness:
 def _generators(device: torch.device) -> list[torch.Generator]:
     generators = [torch.default_generator]
     if device.type == "cuda":
+        torch.cuda.init()  # before it there are no default generators
         index = device.index if device.index is not None else torch.cuda.current_device()
         generators.append(torch.cuda.default_generators[index])
     elif device.type == "mps":

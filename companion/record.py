@@ -124,16 +124,18 @@ class Clock:
 
     def start(self) -> None:
         if self.device.type == "cuda":
-            self.started = torch.cuda.Event(enable_timing=True)
-            self.started.record()
+            self.started = self.event()
         else:
             self.began = time.perf_counter()
 
+    def event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
     def stop(self, tokens: int) -> None:
         if self.device.type == "cuda":
-            ended = torch.cuda.Event(enable_timing=True)
-            ended.record()
-            self.events.append((self.started, ended, tokens))
+            self.events.append((self.started, self.event(), tokens))
         else:
             self.seconds += time.perf_counter() - self.began
             self.tokens += tokens
