@@ -87,12 +87,14 @@ def remove_half_installed(site: Path) -> list[str]:
     return sorted(path.name for path in broken)
 
 
-def pip(*arguments: str, quiet: bool = False) -> bool:
+def pip(*arguments: str, bar: bool = False, may_fail: bool = False) -> bool:
+    """Whether ``pip install`` went well; its complaints are shown unless it ``may_fail``."""
     command = [PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    if not sys.stdout.isatty():
+    if not (bar and sys.stdout.isatty()):
         command += ["--progress-bar", "off"]
     command += ["--log", LOG, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=quiet).returncode == 0
+    errors = subprocess.DEVNULL if may_fail else None
+    return subprocess.run(command, cwd=ROOT, stderr=errors).returncode == 0
 
 
 def need(done: bool, what: str) -> None:
@@ -116,19 +118,22 @@ def install_torch(index: str, again: bool) -> None:
         print(f"Installing {pin} from {index}", flush=True)
         # another build has the same version number: pip would keep the one that is there
         extra = ["--force-reinstall"] if again else []
-        need(pip("--index-url", index, *extra, *arguments), f"{pin} from TORCH_INDEX={index}")
+        need(
+            pip("--index-url", index, *extra, *arguments, bar=True),
+            f"{pin} from TORCH_INDEX={index}",
+        )
         return
     if cpu_index_first():
         print(f"Installing {pin}, CPU build (about 200 MB)", flush=True)
         quick = ["--retries", "0", "--timeout", "5", "--index-url", CPU_INDEX]
-        if pip(*quick, *arguments, quiet=True):
+        if pip(*quick, *arguments, bar=True, may_fail=True):
             return
         print(
             "PyTorch's CPU index cannot be reached; the default index has a larger build "
             "(on Linux several GB, with CUDA)."
         )
     print(f"Installing {pin} from the default index", flush=True)
-    need(pip(*arguments), pin)
+    need(pip(*arguments, bar=True), pin)
 
 
 def main() -> None:
