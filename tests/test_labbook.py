@@ -322,6 +322,13 @@ def test_a_missing_figure_says_what_to_run(name):
     assert name in open_row[2] and SECTIONS[name] in sentence(open_row[2])
 
 
+def test_the_sections_that_are_named_exist():
+    notebook = Path(__file__).parents[1] / "notebooks" / "01_baseline.ipynb"
+    text = "\n".join("".join(cell["source"]) for cell in json.loads(notebook.read_text())["cells"])
+    headings = {line.lstrip("# ") for line in text.splitlines() if line.startswith("#")}
+    assert set(SECTIONS.values()) <= headings
+
+
 def test_the_table_says_its_marks_in_words_and_escapes_figures():
     marks(corpus_sha256="<script>")
     table = labbook.checklist("baseline")._repr_html_()
