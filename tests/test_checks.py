@@ -250,6 +250,8 @@ WRONG = [
     ("loop_a", loop(returned="losses[-1]"), "return the list"),
     ("loop_a", loop(loss="F.cross_entropy(model(inputs), targets, reduction='sum')"),
      "how the loss is computed"),
+    ("loop_a", loop(between="if len(losses) == 4: return losses + [loss.item()]"),
+     "the first 5 losses are right"),
     ("loop_b", loop(loss="F.cross_entropy(model(inputs).softmax(1), targets)"),
      "still gets probabilities"),
     ("loop_b", loop(loss="F.nll_loss(model(inputs).softmax(-1), targets)"),

@@ -64,7 +64,7 @@ def throughput(answer: Any) -> str:
     try:
         nothing = answer([5.0], [4], 1)
     except ValueError:
-        return "and a run that is all warm-up is refused, not reported"
+        return "25 tokens/s, and a run that is all warm-up is refused, not reported"
     except ZeroDivisionError:
         nothing = "a ZeroDivisionError"
     raise Hint(
@@ -132,7 +132,7 @@ def evaluate(answer: Any) -> str:
     after = [m.training for m in model.modules()]
     if after != flags:
         _flags_hint(after, "when the loader raises an error half-way, ")
-    return "also when the loader breaks half-way, and the frozen BatchNorm stays frozen"
+    return "every flag is as it was, also when the loader breaks half-way"
 
 
 def _flags_hint(after: list[bool], when: str) -> None:
@@ -235,7 +235,7 @@ def bigram(answer: Any) -> str:
     right = loss(smooth / smooth.sum(1, keepdims=True))
     single = np.bincount(train, minlength=256) + 1.0
     if math.isclose(got, right, rel_tol=1e-6):
-        return f"{right:.3f} nats on this text; the course's own corpus is in the next cell"
+        return f"{right:.3f} nats on the check's text; try it on text.train and text.held_out too"
     if not math.isfinite(got):
         raise Hint(
             f"the loss is {got}: a pair that the training text never had got probability 0. "
@@ -310,7 +310,7 @@ def own_model(answer: Any, steps: int = 120) -> str:
             "1.5 you may call it learnt. Too small, a softmax at the end, or no context?"
         )
     return (
-        f"your model took one batch from {losses[0]:.2f} to {losses[-1]:.2f} nats in the same loop"
+        f"your model took one batch from {losses[0]:.2f} to {losses[-1]:.3f} nats, in the same loop"
     )
 
 

@@ -288,7 +288,7 @@ def loop_d(answer: Any) -> str:
             "the loop is right, but whoever calls it gets the model back in eval mode: "
             "call model.train() right after the held-out loss"
         )
-    return "and exercise 3 goes on from here: train() for everything is not always right either"
+    return "exercise 3 goes on from here, where train() for everything is wrong too"
 
 
 @_handed_out(faults.train_e)
