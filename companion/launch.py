@@ -436,7 +436,8 @@ def _launcher_failure(folder: Path, status: int, port: int | None, lines: list[s
 
 def _run_agent(folder: str, arguments: list[str]) -> None:
     """torchrun's own main, writing down each failed rank's exit status."""
-    _watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    # Standard input is the lifeline, and stays so: the ranks inherit it.
+    _watch_lifeline(0, lambda: os.kill(os.getpid(), signal.SIGTERM))
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -454,7 +455,10 @@ def _run_rank(kind: str, target: str, arguments: list[str]) -> None:
     (error_file.parent / "pid").write_text(str(os.getpid()))
     os.dup2(1, 2)  # one file, so that stdout and stderr keep their order
     faulthandler.enable(all_threads=False)  # a segmentation fault then shows where it was
-    _watch_lifeline(_kill_own_group)
+    lifeline = os.dup(0)
+    with open(os.devnull, "rb") as nothing:  # nobody can type into a rank
+        os.dup2(nothing.fileno(), 0)
+    _watch_lifeline(lifeline, _kill_own_group)
     sys.argv = [target, *arguments]
     # Ranks find this package even where it is not installed.
     sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -507,12 +511,8 @@ def _write_error(path: Path, error: BaseException, text: str) -> None:
         path.write_text(json.dumps(record))
 
 
-def _watch_lifeline(cut: Callable[[], None]) -> None:
-    """Call ``cut`` when the process that called :func:`torchrun` is gone. The lifeline comes
-    as standard input, which is then emptied: nobody can type into a rank."""
-    lifeline = os.dup(0)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
+def _watch_lifeline(lifeline: int, cut: Callable[[], None]) -> None:
+    """Call ``cut`` when the process that called :func:`torchrun` is gone."""
 
     def wait() -> None:
         while os.read(lifeline, 1):

@@ -479,7 +479,15 @@ def test_t28_what_a_rank_says_while_it_is_stopped_is_shown(script):
     assert processes(path.name) == []
 
 
-def test_t28_when_the_launching_process_is_killed_its_ranks_end(script):
+def test_ranks_live_as_long_as_they_need(script, capsys):
+    """Longer than the grace that a rank has once its launcher is gone."""
+    path = script(f"import time\ntime.sleep({launch.GRACE_SECONDS + 2})\nprint('done')\n")
+    assert sorted(torchrun(path).lines) == ["[0] done", "[1] done"]
+
+
+@pytest.mark.parametrize("agent_too", [False, True])
+def test_t28_when_the_launching_process_is_killed_its_ranks_end(script, agent_too):
+    """A kernel restart is a SIGKILL. Each process must notice by itself."""
     path = script(PLAIN)
     code = f"from companion.launch import torchrun\ntorchrun({str(path)!r})"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
@@ -487,8 +495,11 @@ def test_t28_when_the_launching_process_is_killed_its_ranks_end(script):
         heard = {parent.stdout.readline(), parent.stdout.readline()}
         assert heard == {b"[0] up\n", b"[1] up\n"}
         assert len(processes(path.name)) >= 3
+        (agent,) = psutil.Process(parent.pid).children()
     finally:
         parent.kill()
+        if agent_too:
+            agent.kill()
         parent.wait()
         parent.stdout.close()
     assert until(lambda: not processes(path.name), 40), processes(path.name)
