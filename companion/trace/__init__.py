@@ -1,6 +1,7 @@
 """Read a profiler trace and say what to do about it.
 
     t = trace.read("runs/a/traces/window-1/rank-0.json.gz")   # a Job for a directory of ranks
+    print(trace.diagnose(t))                                  # a verdict, why, what next
     print(trace.breakdown(t))                                 # where the time goes
 
 Everything works on traces of CPU-only runs too, and then says nothing about a device.
@@ -16,7 +17,18 @@ from companion.trace.breakdown import (
     launches,
     per_step,
 )
+from companion.trace.diagnose import Diagnosis, diagnose
 from companion.trace.model import Job, Trace
+from companion.trace.operators import (
+    Comparison,
+    Operation,
+    categories,
+    compare,
+    memory_peak,
+    nesting,
+    shapes,
+    top,
+)
 from companion.trace.ranks import RankTime, read_directory, stragglers
 from companion.trace.reader import read_file
 
@@ -41,14 +53,24 @@ def read(path: str | Path) -> Trace | Job:
 
 __all__ = [
     "Breakdown",
+    "Comparison",
+    "Diagnosis",
     "Job",
     "Launches",
+    "Operation",
     "RankTime",
     "Trace",
     "breakdown",
+    "categories",
+    "compare",
+    "diagnose",
     "kernel_types",
     "launches",
+    "memory_peak",
+    "nesting",
     "per_step",
     "read",
+    "shapes",
     "stragglers",
+    "top",
 ]

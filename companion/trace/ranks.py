@@ -85,6 +85,11 @@ class RankTime:
     """What its collectives lasted beyond the shortest one of each: time spent waiting."""
     late: float
     """What the others waited for it: per collective the longest of all less its own, summed."""
+    last: float
+    """Share of the collectives that it came last to, 0 to 1; a tie counts for nobody."""
+    typical: float
+    """What is waited for it in the median collective; noise hits every rank now and then, and
+    leaves this near 0."""
     compute: float
     """Its :class:`Breakdown`'s compute."""
     loading: float
@@ -124,6 +129,8 @@ def stragglers(job: Job) -> list[RankTime]:
     lasted = np.array(
         [[job[rank].duration[found[key]] for key in shared] for rank, found in spans.items()]
     ).reshape(len(job), len(shared))
+    shortest = np.sort(lasted, axis=0)[:2] if shared else np.zeros((2, 0))
+    alone = shortest[0] < shortest[1]
     rows = []
     for row, trace in enumerate(job):
         whole = breakdown(trace)
@@ -133,6 +140,8 @@ def stragglers(job: Job) -> list[RankTime]:
                 collectives=len(shared),
                 waited=float((lasted[row] - lasted.min(0)).sum()) if shared else 0.0,
                 late=float((lasted.max(0) - lasted[row]).sum()) if shared else 0.0,
+                last=float(((lasted[row] == shortest[0]) & alone).mean()) if shared else 0.0,
+                typical=float(np.median(lasted.max(0) - lasted[row])) if shared else 0.0,
                 compute=whole.compute,
                 loading=whole.loading,
             )
