@@ -18,19 +18,13 @@ from companion.trace.breakdown import (
     per_step,
 )
 from companion.trace.diagnose import Diagnosis, diagnose
+from companion.trace.memory import Peak, memory_peak
 from companion.trace.model import Job, Trace
-from companion.trace.operators import (
-    Comparison,
-    Operation,
-    categories,
-    compare,
-    memory_peak,
-    nesting,
-    shapes,
-    top,
-)
+from companion.trace.nesting import nesting
+from companion.trace.operators import Comparison, Operation, categories, compare, top
 from companion.trace.ranks import RankTime, read_directory, stragglers
 from companion.trace.reader import read_file
+from companion.trace.shapes import Shapes, shapes
 
 
 def read(path: str | Path) -> Trace | Job:
@@ -58,7 +52,9 @@ __all__ = [
     "Job",
     "Launches",
     "Operation",
+    "Peak",
     "RankTime",
+    "Shapes",
     "Trace",
     "breakdown",
     "categories",

@@ -11,8 +11,10 @@ import numpy as np
 from companion.trace.breakdown import Breakdown, breakdown, host_parts, launches, per_step
 from companion.trace.intervals import Intervals, clip, length, outside
 from companion.trace.model import Job, Trace
-from companion.trace.operators import Operation, categories, shapes, top, top_level
+from companion.trace.nesting import top_level
+from companion.trace.operators import Operation, categories, top
 from companion.trace.ranks import stragglers
+from companion.trace.shapes import shapes
 
 LOADING = 0.15
 """Of the step spent waiting for data. A good loader costs 1 or 2 %; 15 % is worth a worker."""
@@ -36,7 +38,7 @@ BUSY = 0.60
 LATE = 0.10
 """Of the recorded time that the other ranks wait for one: the median wait, times the number of
 collectives."""
-LAST = 0.70
+LAST = 0.90
 """Of the collectives that a rank must have come last to. Of two equal ranks each has half."""
 
 HEAVY = ("matmul", "convolution", "attention", "communication", "fused", "other")

@@ -1,12 +1,12 @@
 """Which operations took the time, with which shapes, called from where; before and after."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from companion.trace.model import HOST, MARKS, Trace
+from companion.trace.model import MARKS, Trace
+from companion.trace.nesting import nesting
 
 KIND_OF_WORK: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|rccl|gloo:|c10d|all_?reduce|all_?gather|reduce_?scatter"),
@@ -40,82 +40,6 @@ _LIBRARY = re.compile(r"site-packages|dist-packages|[/\\]torch[/\\]|^torch[/\\]|
 def kind_of_work(name: str) -> str:
     """``matmul``, ``attention``, ``elementwise``, ... ; ``other`` where the name tells nothing."""
     return next((kind for kind, pattern in _KINDS if pattern.search(name)), "other")
-
-
-# ── nesting ──────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(eq=False)
-class Nesting:
-    """Of the host's spans: what each lies in, and its time without what lies in it."""
-
-    parent: np.ndarray
-    """Number of the enclosing span of the same thread, -1 at the top and for other spans."""
-    self_time: np.ndarray
-    """µs; 0 for spans that are not the host's."""
-    depth: int
-    """The deepest nesting."""
-    crossing: int
-    """Spans that begin inside another and end outside it, which no call stack can do."""
-
-
-def nesting(trace: Trace, tolerance: float = 2.0) -> Nesting:
-    """Nest the host's spans by thread.
-
-    Spans that stick out of the one they begin in by up to ``tolerance`` µs count as inside:
-    real traces' times are rounded. What crosses more is counted and nested all the same.
-    """
-    if (known := trace.__dict__.get("_nesting")) is not None:
-        return known
-    which = np.flatnonzero(trace.is_category(*HOST) | trace.launches)
-    # an outer span comes before an inner one that begins with it
-    which = which[np.lexsort((-trace.duration[which], trace.start[which], trace.lane[which]))]
-    start, duration = trace.start[which].tolist(), trace.duration[which].tolist()
-    lane, numbers = trace.lane[which].tolist(), which.tolist()
-    parent = np.full(len(trace), -1)
-    inside = [0.0] * len(numbers)
-    stack: list[int] = []
-    of_lane, depth, crossing = None, 0, 0
-    for at, begin in enumerate(start):
-        if lane[at] != of_lane:
-            stack, of_lane = [], lane[at]
-        end = begin + duration[at]
-        while stack and begin >= start[stack[-1]] + duration[stack[-1]] - 1e-3:
-            stack.pop()
-        if stack:
-            above = stack[-1]
-            room = start[above] + duration[above]
-            if end > room + tolerance:
-                if room - begin <= tolerance:
-                    # it only touches: the clock's rounding, not a call
-                    stack.pop()
-                    while stack and begin >= start[stack[-1]] + duration[stack[-1]] - tolerance:
-                        stack.pop()
-                    above = stack[-1] if stack else -1
-                else:
-                    crossing += 1
-            if above >= 0:
-                parent[numbers[at]] = numbers[above]
-                inside[above] += min(end, start[above] + duration[above]) - begin
-        stack.append(at)
-        depth = max(depth, len(stack))
-    self_time = np.zeros(len(trace))
-    self_time[which] = np.maximum(trace.duration[which] - np.array(inside), 0.0)
-    trace.__dict__["_nesting"] = found = Nesting(parent, self_time, depth, crossing)
-    return found
-
-
-def top_level(trace: Trace, which: np.ndarray) -> np.ndarray:
-    """Of these spans those that lie in no other of them (numbers, in the order of time)."""
-    parent = nesting(trace).parent
-    covered = np.zeros(len(trace), bool)
-    # parents begin first, so one pass in the order of time settles every chain; spans that
-    # begin together are in the file's order, so ask again until nothing changes
-    while True:
-        above = np.where(parent >= 0, (which | covered)[parent], False)
-        if (above == covered).all():
-            return np.flatnonzero(which & ~covered)
-        covered = above
 
 
 # ── operators ────────────────────────────────────────────────────────────────────────────────
@@ -201,13 +125,13 @@ def _place(trace: Trace, spans: np.ndarray, own: np.ndarray) -> str:
     for span in spans:
         at = int(span)
         launch = int(trace.launch_index[at])
-        text = _place_of(trace, launch if launch >= 0 else at)
+        text = place_of(trace, launch if launch >= 0 else at)
         if text:
             by_place[text] = by_place.get(text, 0.0) + float(own[at])
     return max(by_place, key=lambda key: by_place[key], default="")
 
 
-def _place_of(trace: Trace, span: int) -> str:
+def place_of(trace: Trace, span: int) -> str:
     """The nearest caller in the learner's own code, else the nearest range."""
     parent = nesting(trace).parent
     python, marks = trace.categories, ""
@@ -328,137 +252,3 @@ def compare(before: Trace, after: Trace) -> Comparison:
 
 def _median_step(trace: Trace) -> float:
     return float(np.median([step.end - step.start for step in trace.steps]))
-
-
-# ── shapes and recompiles ────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """How much the shapes change from step to step."""
-
-    new: list[int]
-    """Per step: (operator, shapes) pairs that no step before it had."""
-    pairs: int
-    """Different pairs in all."""
-    worst: list[tuple[str, int]]
-    """Operators with the most different shapes, the most first."""
-    recompiles: int
-    """Compilations while recording."""
-    compile_time: float
-    """µs in them."""
-    compiled_in: list[int]
-    """Numbers of the steps in which something was compiled."""
-
-    @property
-    def recorded(self) -> bool:
-        """False where shapes were not recorded: then ``new`` and ``worst`` say nothing."""
-        return self.pairs > 0
-
-
-_COMPILED = re.compile(r"^_compile\.compile_inner|^entire_frame_compile")
-
-
-def shapes(trace: Trace) -> Shapes:
-    """Shape churn and recompiles. Shapes need ``capture(..., shapes=True)``."""
-    which = np.flatnonzero(trace.operators & (trace.shape > 0))
-    step = trace.step_of[which] if trace.steps else np.zeros(len(which), int)
-    key = trace.name[which].astype(np.int64) << 32 | trace.shape[which]
-    _, first = np.unique(key, return_index=True)
-    pairs = np.unique(key)
-    new = np.bincount(step[first][step[first] >= 0], minlength=max(len(trace.steps), 1))
-    by_name, counts = np.unique(pairs >> 32, return_counts=True)
-    order = np.argsort(-counts, kind="stable")[:10]
-    compiled = np.flatnonzero(trace.compiling & trace.is_named(_COMPILED))
-    compiled = top_level(trace, np.isin(np.arange(len(trace)), compiled))
-    steps = sorted(set(trace.step_of[compiled].tolist()) - {-1}) if trace.steps else []
-    time = trace.covered(trace.compiling)
-    return Shapes(
-        new=new.tolist(),
-        pairs=len(pairs),
-        worst=[(trace.names[by_name[i]], int(counts[i])) for i in order],
-        recompiles=len(compiled),
-        compile_time=float((time[1] - time[0]).sum()),
-        compiled_in=[trace.steps[index].number for index in steps],
-    )
-
-
-# ── memory ───────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The moment at which most memory was allocated."""
-
-    bytes: int
-    """Allocated then, as the allocator counts."""
-    time: float
-    """µs from the first span."""
-    step: int | None
-    """The step's number."""
-    holders: list[tuple[str, int]]
-    """Bytes alive then by the operator that took them (and the range it ran in)."""
-    before: int
-    """Bytes taken before the recording began: weights, say. Nobody can be named for them."""
-
-
-def memory_peak(trace: Trace, device: bool | None = None) -> Peak | None:
-    """Memory peak and who holds it; None where memory was not recorded.
-
-    Needs ``capture(..., memory=True)``. ``device`` chooses the accelerator's memory (by
-    default where it was recorded) or the host's.
-    """
-    memory = trace.memory
-    on_device = memory.device > 0
-    chosen = np.flatnonzero(
-        on_device if (on_device.any() if device is None else device) else ~on_device
-    )
-    if len(chosen) == 0:
-        return None
-    total = memory.total[chosen]
-    if (total < 0).all():
-        total = np.cumsum(memory.size[chosen])
-    at = int(total.argmax())
-    alive: dict[int, int] = {}
-    for event in chosen[: at + 1].tolist():
-        if memory.size[event] > 0:
-            alive[int(memory.address[event])] = event
-        else:
-            alive.pop(int(memory.address[event]), None)
-    owners = _innermost(trace, sorted(alive.values()))
-    held: dict[str, int] = {}
-    for event, owner in owners.items():
-        if owner >= 0:
-            place = _place_of(trace, owner)
-            name = trace.names[trace.name[owner]] + (f" in {place}" if place else "")
-        else:
-            name = "outside any operator"
-        held[name] = held.get(name, 0) + int(memory.size[event])
-    time = float(memory.time[chosen[at]])
-    index = int(np.searchsorted([s.start for s in trace.steps], time, "right")) - 1
-    return Peak(
-        bytes=int(total[at]),
-        time=time,
-        step=trace.steps[index].number if index >= 0 else None,
-        holders=sorted(held.items(), key=lambda item: -item[1]),
-        before=max(int(total[at]) - sum(held.values()), 0),
-    )
-
-
-def _innermost(trace: Trace, events: Iterable[int]) -> dict[int, int]:
-    """Memory event to the innermost operator around it on its thread, -1 where there is none."""
-    found: dict[int, int] = {}
-    operators = trace.is_category("cpu_op", "Operator")
-    by_lane: dict[int, np.ndarray] = {}
-    parent, end = nesting(trace).parent, trace.end
-    for event in events:
-        lane, time = int(trace.memory.lane[event]), float(trace.memory.time[event])
-        if lane not in by_lane:
-            by_lane[lane] = np.flatnonzero(operators & (trace.lane == lane))
-        spans = by_lane[lane]
-        at = int(np.searchsorted(trace.start[spans], time, "right")) - 1
-        span = int(spans[at]) if at >= 0 else -1
-        while span >= 0 and end[span] < time:
-            span = int(parent[span])
-        found[event] = span
-    return found

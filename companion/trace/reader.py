@@ -16,11 +16,17 @@ import msgspec
 import numpy as np
 
 from companion.trace.model import MARKS, Lane, Memory, Step, Trace
+from companion.trace.nesting import nesting
 
 PIECE = 4 << 20
 """Bytes decoded at a time."""
 CLOCK = 2.0
 """µs by which real traces' times are off: spans that should touch overlap by up to this."""
+
+CROSSING = 0.01
+"""Of the operators that may overlap another one without lying in it. Real traces have 0.1 %."""
+DEEP = 500
+"""Spans in each other; Python itself stops at 1,000 calls."""
 
 _HEAD = re.compile(rb'(?<![\\\w])"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
@@ -95,7 +101,10 @@ class _Columns:
         durations = [e.dur or 0.0 for e in complete]
         if durations and min(durations) < 0:
             bad = complete[int(np.argmin(durations))]
-            raise ValueError(f"span {bad.name!r} at {bad.ts} µs lasts {bad.dur} µs, less than none")
+            raise ValueError(
+                f"span {bad.name!r} at {bad.ts} µs lasts {bad.dur} µs, less than "
+                "nothing: the clock went backwards, or the file is damaged; record it again"
+            )
         self.duration.extend(durations)
         args = [e.args or _NO_ARGS for e in complete]
         self.correlation.extend([_whole(a.correlation) for a in args])
@@ -164,6 +173,8 @@ def read_file(path: Path) -> Trace:
 def _decode_all(source: BinaryIO, columns: _Columns) -> dict[str, Any]:
     """Feed every event to ``columns``; returns the document's other keys."""
     buffer = source.read(PIECE)
+    if not buffer:
+        raise ValueError("the file is empty inside; record the trace again")
     text = buffer.lstrip(b"\xef\xbb\xbf \t\r\n")
     if text[:1] not in (b"{", b"["):
         raise ValueError(
@@ -227,8 +238,6 @@ def _decode(text: bytes, kind: Any, offset: int) -> Any:
     """Decode JSON; one sentence with the place where it cannot be."""
     try:
         return msgspec.json.decode(text, type=kind, strict=False)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"a name is not UTF-8 text ({error.reason}); write it again") from None
     except RecursionError:
         raise ValueError("an event holds lists nested too deeply to be read") from None
     except msgspec.ValidationError as error:
@@ -243,6 +252,11 @@ def _decode(text: bytes, kind: Any, offset: int) -> Any:
         if mended != text:
             return _decode(mended, kind, offset)
         message = str(error)
+        if "UTF-8" in message:
+            raise ValueError(
+                f"a name near byte {offset + _not_utf8(text):,} is not UTF-8 text; the file is "
+                "damaged, or another program wrote it in another encoding"
+            ) from None
         if "truncated" in message:
             raise ValueError(
                 "the JSON breaks off before its end; the run was stopped while it wrote, or the "
@@ -253,6 +267,14 @@ def _decode(text: bytes, kind: Any, offset: int) -> Any:
         ) from None
 
 
+def _not_utf8(text: bytes) -> int:
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return error.start
+    return 0
+
+
 def _place(message: str, offset: int) -> str:
     found = re.search(r"byte (\d+)", message)
     return f"{offset + int(found[1]):,}" if found else "?"
@@ -261,7 +283,7 @@ def _place(message: str, offset: int) -> str:
 def _not_a_trace(text: bytes) -> str:
     try:
         keys = list(msgspec.json.decode(text, type=dict[str, msgspec.Raw]))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError):
         return "this is no whole trace: the JSON breaks off, or it has no traceEvents"
     return (
         f"this is no trace: it has no traceEvents (its keys are {', '.join(keys[:5]) or 'none'}); "
@@ -351,6 +373,23 @@ def _look_over(trace: Trace) -> None:
         trace.notes.append(f"{name} has no step marks (prof.step()); it is analysed as a whole")
     if not trace.has_device:
         trace.notes.append(f"{name} has no work on a device; figures are those of the host")
+    nested = nesting(trace)
+    if nested.crossing_operators > CROSSING * trace.is_category("cpu_op", "Operator").sum():
+        raise ValueError(
+            f"{trace.path}: {nested.crossing_operators:,} operators overlap another one of their "
+            "thread without lying in it, which no call can do; the file is damaged, or its "
+            "threads were mixed up: record it again"
+        )
+    if nested.crossing:
+        trace.notes.append(
+            f"{name}: {nested.crossing:,} spans overlap another one of their thread without "
+            "lying in it; each counts up to the end of the other"
+        )
+    if nested.depth > DEEP:
+        trace.notes.append(
+            f"{name}: spans lie up to {nested.depth:,} deep in each other; figures are right, a "
+            "picture of it shows the uppermost"
+        )
     launched = trace.launch_index
     work = np.flatnonzero(launched >= 0)
     if len(work):
