@@ -490,7 +490,12 @@ def test_t28_when_the_launching_process_is_killed_its_ranks_end(script, agent_to
     """A kernel restart is a SIGKILL. Each process must notice by itself."""
     path = script(PLAIN)
     code = f"from companion.launch import torchrun\ntorchrun({str(path)!r})"
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(path.parent)},  # a killed process can't tidy up
+        stdout=subprocess.PIPE,
+    )
     try:
         heard = {parent.stdout.readline(), parent.stdout.readline()}
         assert heard == {b"[0] up\n", b"[1] up\n"}
