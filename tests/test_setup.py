@@ -147,14 +147,26 @@ def test_no_python_that_is_new_enough_is_one_sentence(tmp_path):
 
 
 def test_what_an_interrupted_pip_left_is_removed(tmp_path):
-    """pip takes a package without RECORD for installed and would never mend it."""
-    whole, torn = tmp_path / "whole-1.0.dist-info", tmp_path / "torn-1.0.dist-info"
-    for folder in (whole, torn, tmp_path / "~orch"):
-        folder.mkdir()
-        (folder / "METADATA").write_text("Name: x\n")
-    (whole / "RECORD").write_text("")
-    assert install.remove_half_installed(tmp_path) == ["torn-1.0.dist-info", "~orch"]
+    """pip takes such a package for installed: torch then stays without torchrun for ever."""
+    records = {
+        "whole-1.0.dist-info": "whole.py,,\nwhole-1.0.dist-info/INSTALLER,,\n",
+        "torn-1.0.dist-info": "torn.py,,\ntorn-1.0.dist-info/METADATA,,\n",  # the wheel's own
+        "bare-1.0.dist-info": None,
+        "~orch": None,
+    }
+    for name, record in records.items():
+        (tmp_path / name).mkdir()
+        if record is not None:
+            (tmp_path / name / "RECORD").write_text(record)
+    removed = install.remove_half_installed(tmp_path)
+    assert removed == ["bare-1.0.dist-info", "torn-1.0.dist-info", "~orch"]
     assert [path.name for path in tmp_path.iterdir()] == ["whole-1.0.dist-info"]
+
+
+def test_what_pip_has_finished_is_whole():
+    site = Path(metadata.distribution("pytest").locate_file("")).resolve()
+    for package in site.glob("*.dist-info"):
+        assert install.is_whole(package), package.name
 
 
 @pytest.mark.skipif(

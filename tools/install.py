@@ -75,12 +75,21 @@ def make_venv() -> None:
         sys.exit(f"{done.stdout}{done.stderr}The virtual environment could not be made in {VENV}.")
 
 
-def remove_half_installed(site: Path) -> list[str]:
-    """Remove what an interrupted pip left, which it would take for installed.
+def is_whole(package: Path) -> bool:
+    """Whether pip finished this ``.dist-info``.
 
-    pip writes RECORD last, so metadata without it belongs to a package that is not whole.
+    A wheel brings a RECORD of its own. pip writes it anew as its very last act, after the
+    programs in ``bin``, and only that one lists pip's INSTALLER file.
     """
-    broken = [path for path in site.glob("*.dist-info") if not (path / "RECORD").is_file()]
+    try:
+        return "/INSTALLER," in (package / "RECORD").read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def remove_half_installed(site: Path) -> list[str]:
+    """Remove what an interrupted pip left, which the next pip would take for installed."""
+    broken = [path for path in site.glob("*.dist-info") if not is_whole(path)]
     broken += site.glob("~*")
     for path in broken:
         shutil.rmtree(path, ignore_errors=True)

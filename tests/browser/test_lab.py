@@ -132,10 +132,15 @@ def saved(page: Any) -> dict:
     """The notebook as JupyterLab saves it now."""
     before = NOTEBOOK.stat().st_mtime_ns
     page.keyboard.press("Control+s")
-    until = time.monotonic() + 30
-    while NOTEBOOK.stat().st_mtime_ns == before and time.monotonic() < until:
-        page.wait_for_timeout(200)
-    return json.loads(NOTEBOOK.read_text())
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        page.wait_for_timeout(300)
+        try:
+            if NOTEBOOK.stat().st_mtime_ns != before:
+                return json.loads(NOTEBOOK.read_text())
+        except ValueError:
+            continue  # half written
+    raise AssertionError("JupyterLab did not save the notebook within a minute")
 
 
 def cell_with(page: Any, text: str) -> Any:
