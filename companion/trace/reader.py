@@ -31,6 +31,7 @@ DEEP = 500
 _HEAD = re.compile(rb'(?<![\\\w])"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
 _NO_NUMBER = re.compile(rb":\s*-?(?:nan|inf|NaN|Infinity|-nan\(ind\))\s*(?=[,}])")
+_SPACE = re.compile(r"\s+")
 _STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)$")
 
 
@@ -325,7 +326,7 @@ def _finish(path: Path, columns: _Columns, head: dict[str, Any], notes: list[str
         origin=origin,
         names=list(columns.names),
         categories=list(columns.categories),
-        shapes=[text.decode("utf-8", "replace") for text in columns.shapes],
+        shapes=[_SPACE.sub("", text.decode()).replace(",", ", ") for text in columns.shapes],
         lanes=[Lane(p, t, columns.thread_names.get((p, t), "")) for p, t in columns.lanes],
         name=column(columns.name),
         category=column(columns.category),
