@@ -34,7 +34,11 @@ KIND_OF_WORK: tuple[tuple[str, str], ...] = (
 _KINDS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in KIND_OF_WORK]
 _PLACE = re.compile(r"^(.+\.py)\((\d+)\): (.+)$")
 _NO_PLACE = re.compile(r"::|ProfilerStep|Backward\d*$|^triton_|^gloo:|^nccl:")
-_LIBRARY = re.compile(r"site-packages|dist-packages|[/\\]torch[/\\]|^torch[/\\]|^<|lib[/\\]python")
+# the profiler began inside Recording.step, so that call seems to last for the whole trace
+_LIBRARY = re.compile(
+    r"site-packages|dist-packages|[/\\]torch[/\\]|^torch[/\\]|^<|lib[/\\]python|"
+    r"companion[/\\]profiling\.py"
+)
 
 
 def kind_of_work(name: str) -> str:
