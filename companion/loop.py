@@ -24,7 +24,7 @@ from companion import parallel
 from companion.corpus import BatchFn, Windows
 from companion.measure import phase
 from companion.model import Transformer, next_token_loss
-from companion.randomness import fork_rng, step_randomness
+from companion.randomness import seeded, step_seed
 from companion.record import Clock, NonFiniteLoss, Record, StepResult, check_finite
 from companion.state import CountFn, Execution, LossFn, Mesh, RunConfig, TrainState
 from companion.stopping import Stop, Undisturbed, stop_requested
@@ -75,8 +75,7 @@ def build(
             "weights; give a function that makes it: model=lambda: MyModel()"
         )
     parallel.share(run.global_batch, mesh.rank, mesh.world)
-    with fork_rng(mesh.device):
-        torch.manual_seed(run.seed)
+    with seeded(run.seed, mesh.device):
         module = model() if model else Transformer(run.model)
     if not isinstance(module, nn.Module):
         raise ValueError(f"model() returned {type(module).__name__}; return a torch.nn.Module")
@@ -127,12 +126,12 @@ def make_optimizer(model: nn.Module, run: RunConfig) -> torch.optim.Optimizer:
 
 def count_targets(batch: Any) -> int:
     """Targets of ``(inputs, targets)`` other than -100, which cross-entropy ignores."""
-    if not (isinstance(batch, tuple | list) and len(batch) == 2 and torch.is_tensor(batch[1])):
+    if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and torch.is_tensor(batch[1])):
         raise ValueError(
             "a batch is not (inputs, targets), so its targets cannot be counted; "
             "pass build(..., count=your_function)"
         )
-    return int((batch[1] != -100).sum())
+    return int(torch.count_nonzero(batch[1] != -100))
 
 
 # --- one step ----------------------------------------------------------------------------
@@ -149,33 +148,33 @@ def optimizer_step(state: TrainState, batch: Any, count: int | None = None) -> S
         NonFiniteLoss: on a CPU at once, before the weights are touched; on an accelerator
             when the loss is read.
     """
-    run, mesh, device = state.run, state.mesh, state.mesh.device
+    run, mesh, device, compute = state.run, state.mesh, state.mesh.device, state.compute
     step = state.step
     if count is None:
         count = parallel.total(state.count(batch), mesh)
     if count == 0:
         raise ValueError(f"step {step}: no target in the batch carries loss; check its mask")
-    batch = to_device(batch, device)
-    scale = mesh.world / count
-    pieces = micro_batches(batch, state.how.micro_batch)
+    pieces = micro_batches(to_device(batch, device), state.how.micro_batch)
     loss_sum: Tensor | None = None
     state.optimizer.zero_grad(set_to_none=True)
-    with step_randomness(run.seed, step, mesh.rank, device):
+    with seeded(step_seed(run.seed, step, mesh.rank), device):
         for index, piece in enumerate(pieces):
             last = index == len(pieces) - 1
-            with _NOTHING if last else parallel.no_sync(state.compute):
+            with _NOTHING if last else parallel.no_sync(compute):
                 with phase("forward"), _autocast(state):
-                    loss = state.loss(state.compute, piece)
+                    loss = state.loss(compute, piece)
                 with phase("backward"):
-                    (loss * scale).backward()
+                    # as (loss * scale).backward(), without two operators
+                    loss.backward(torch.full_like(loss, mesh.world / count))
             loss = loss.detach()
             loss_sum = loss if loss_sum is None else loss_sum + loss
     assert loss_sum is not None
+    value, work = None, None
     if device.type == "cpu":
-        check_finite(loss_sum.item(), step)
-    work = None
+        value = loss_sum.item()
+        check_finite(value, step)
     if mesh.world > 1:
-        loss_sum = loss_sum.clone()
+        loss_sum, value = loss_sum.clone(), None
         work = parallel.start_sum(loss_sum, mesh)
     with phase("optimizer"):
         grad_norm = None
@@ -186,13 +185,12 @@ def optimizer_step(state: TrainState, batch: Any, count: int | None = None) -> S
             state.optimizer.step()
             state.scheduler.step()
             state.position += run.global_batch
-    return StepResult(loss_sum, count, grad_norm, work)
+    return StepResult(loss_sum, value, count, grad_norm, work)
 
 
 def micro_batches(batch: Any, size: int | None) -> list[Any]:
     """``batch`` cut along the first dimension into near-equal pieces of at most ``size``."""
-    samples = _length(batch)
-    if size is None or samples <= size:
+    if size is None or (samples := _length(batch)) <= size:
         return [batch]
     n = math.ceil(samples / size)
     bounds = [samples * i // n for i in range(n + 1)]
@@ -367,7 +365,7 @@ def evaluate(state: TrainState, samples: int = 480, batches: BatchFn | None = No
     loss_sum, count = torch.zeros((), device=mesh.device, dtype=torch.float64), 0
     if mesh.device.type == "mps":
         loss_sum = loss_sum.float()
-    with fork_rng(mesh.device):
+    with seeded(0, mesh.device):
         try:
             module.eval()
             for first in range(low, high, size):

@@ -3,6 +3,7 @@
 import math
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,19 +24,20 @@ def check_finite(loss: float, step: int) -> None:
         )
 
 
+@dataclass(slots=True)
 class StepResult:
     """What one optimizer step knows, still on the device: nothing here has been waited for."""
 
-    __slots__ = ("count", "grad_norm", "loss_sum", "work")
-
-    def __init__(self, loss_sum: Tensor, count: int, grad_norm: Tensor | None, work: Any) -> None:
-        self.loss_sum = loss_sum
-        """This rank's sum; the sum over all ranks once ``work`` is done."""
-        self.count = count
-        """Targets over all ranks."""
-        self.grad_norm = grad_norm
-        """Before clipping; None where the run does not clip."""
-        self.work = work
+    loss_sum: Tensor
+    """This rank's sum; the sum over all ranks once ``work`` is done."""
+    value: float | None
+    """``loss_sum`` as a number, where it is known without waiting."""
+    count: int
+    """Targets over all ranks."""
+    grad_norm: Tensor | None
+    """Before clipping; None where the run does not clip."""
+    work: Any
+    """Of the sum over the ranks; None on one process."""
 
 
 class Record:
@@ -69,11 +71,14 @@ class Record:
             NonFiniteLoss: it is NaN or infinite.
         """
         if self._loss is None:
-            self._clock.wait()
-            if self._result.work is not None:
-                self._result.work.wait()
-            self._loss = self._result.loss_sum.item() / self._result.count
-            check_finite(self._loss, self.step - 1)
+            result = self._result
+            if result.value is None:
+                self._clock.wait()
+                if result.work is not None:
+                    result.work.wait()
+                result.value = result.loss_sum.item()
+                check_finite(result.value, self.step - 1)
+            self._loss = result.value / result.count
         return self._loss
 
     @property
@@ -117,13 +122,13 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.cuda = device, device.type == "cuda"
         self.events: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque(maxlen=64)
         self.seconds, self.tokens, self.steps = 0.0, 0, 0
         self.last = (math.nan, math.nan)
 
     def start(self) -> None:
-        if self.device.type == "cuda":
+        if self.cuda:
             self.started = self.event()
         else:
             self.began = time.perf_counter()
@@ -134,7 +139,7 @@ class Clock:
         return event
 
     def stop(self, tokens: int) -> None:
-        if self.device.type == "cuda":
+        if self.cuda:
             self.events.append((self.started, self.event(), tokens))
         else:
             self.seconds += time.perf_counter() - self.began

@@ -21,7 +21,7 @@ class Undisturbed:
     def __enter__(self) -> None:
         self.arrived: tuple[int, Any] | None = None
         self.before: Any = None
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == threading.main_thread().ident:
             self.before = _signal.getsignal(_SIGINT)
             if callable(self.before):
                 _signal.signal(_SIGINT, self._note)
