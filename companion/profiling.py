@@ -260,7 +260,7 @@ def capture(
         record_shapes=shapes,
         profile_memory=memory,
         with_stack=stacks,
-        acc_events=True,
+        acc_events=False,
     )
     _open = True
     failed = True

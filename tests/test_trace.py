@@ -293,6 +293,22 @@ def test_per_step_windows_lie_end_to_end(cuda):
     assert [first.start, second.start, last.start] == [30, 140, 210]
 
 
+def test_work_belongs_to_the_step_that_launched_it_however_late_it_runs(tmp_path):
+    def launched(number, at, start, end):
+        return [
+            span("cudaLaunchKernel", at, 1.0, "cuda_runtime", correlation=number),
+            span("gemm", start, end - start, "kernel", 0, 7, stream=7, correlation=number),
+        ]
+
+    events = [mark(0, 0, 10), *launched(1, 5.0, 15.0, 18.0), mark(1, 10, 20)]
+    events += launched(2, 12.0, 18.0, 19.0)
+    t = trace.read(write(tmp_path / "a.json", events))
+    assert [(b.where, b.start, b.window) for b in trace.per_step(t)] == [
+        ("step 0", 15, 3), ("step 1", 18, 1),
+    ]  # fmt: skip
+    assert trace.breakdown(t).window == 3
+
+
 def test_kernel_types_on_paper(cuda):
     assert trace.kernel_types(cuda) == {
         "compute": 68, "communication": 20, "compute + communication": 20, "copies": 5,
@@ -325,7 +341,7 @@ def test_t22_a_cpu_trace_has_the_main_threads_operators_and_no_gpu_figure(cpu):
     b = trace.breakdown(cpu)
     assert parts(b) == {
         "window": 100,
-        "compute": 40,  # 45-75 and 80-90; 10-20 is loading, 60-70 another thread
+        "compute": 40,  # 45-75 and 80-90; 10-20 is loading, 41-44 another thread
         "exposed": 13,  # 75-80, 90-98
         "overlapped": 25,  # 60-75, 80-90
         "idle": 47,
@@ -406,6 +422,29 @@ def test_compare_per_step(tmp_path, cuda, cpu):
     assert found.changes[0].calls_before == 1
     with pytest.raises(ValueError, match="cuda.json has work on a device and .*cpu.json has none"):
         trace.compare(cpu, cuda)
+
+
+def test_levels_of_the_nesting(cuda):
+    level = {cuda.names[cuda.name[i]]: int(trace.nesting(cuda).level[i]) for i in range(12)}
+    assert level["ProfilerStep#1"] == 0 and level["forward"] == 1
+    # step, forward, train.py, linear.py, and in it the operator
+    assert level["aten::mm"] == 4
+
+
+def test_the_report_names_everything_once(cuda, cpu):
+    text = trace.report(cuda)
+    for line in (
+        "cuda.json: rank 3, 29 spans, 3 steps, device cuda",
+        "compute 55.0 %, exposed communication 12.5 %, copies 3.1 %, idle: data 11.2 %",
+        "sm80_xmma_gemm_f32f32",
+        "New shapes by step: 1, 1, 0; most on aten::mm (2)",
+        "7 launches: delay 10.0 µs",
+        "aten::gelu in /home/me/train.py:12 forward 0.0 MB",
+    ):
+        assert text.count(line) == 1, line
+    ranks = trace.report(trace.read(DATA / "two_ranks"))
+    assert "── rank 1 ──" in ranks and "others waited ms" in ranks
+    assert "device cpu" not in trace.report(cpu)
 
 
 # ── several ranks ────────────────────────────────────────────────────────────────────────────

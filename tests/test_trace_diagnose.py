@@ -81,11 +81,15 @@ def test_tiny_operators_count_as_the_calls_that_they_are(tmp_path):
     assert "operators shorter than 50 µs, about 101 of them a step" in found.why[0]
 
 
-def test_one_disturbed_step_does_not_decide(tmp_path):
-    def make(start):
-        return work(start, 0.2 if start == 0 else 0.9)
+def test_disturbed_steps_do_not_decide(tmp_path):
+    """Two of five wait for their data: 24 % of the whole, and nothing in the median step."""
 
-    assert trace.diagnose(read(tmp_path, steps(make))).verdict == "healthy"
+    def make(start):
+        return work(start, 0.4) + loading(start, 0.6) if start < 20_000 else work(start, 0.9)
+
+    t = read(tmp_path, steps(make, count=5))
+    assert trace.breakdown(t).share("loading") == pytest.approx(0.24)
+    assert trace.diagnose(t).verdict == "healthy"
 
 
 def compiled(start, share=0.5, long=10_000):

@@ -24,6 +24,7 @@ from companion.trace.nesting import nesting
 from companion.trace.operators import Comparison, Operation, categories, compare, top
 from companion.trace.ranks import RankTime, read_directory, stragglers
 from companion.trace.reader import read_file
+from companion.trace.report import report
 from companion.trace.shapes import Shapes, shapes
 
 
@@ -66,6 +67,7 @@ __all__ = [
     "nesting",
     "per_step",
     "read",
+    "report",
     "shapes",
     "stragglers",
     "top",

@@ -15,8 +15,10 @@ class Nesting:
     """Number of the enclosing span of the same thread, -1 at the top and for other spans."""
     self_time: np.ndarray
     """µs; 0 for spans that are not the host's."""
+    level: np.ndarray
+    """How many spans of its thread it lies in; 0 for spans that are not the host's."""
     depth: int
-    """The deepest nesting."""
+    """The deepest nesting, counted from 1."""
     crossing: int
     """Spans that begin inside another and end outside it, which no call stack can do."""
     crossing_operators: int
@@ -37,7 +39,7 @@ def nesting(trace: Trace, tolerance: float = 2.0) -> Nesting:
     start, duration = trace.start[which].tolist(), trace.duration[which].tolist()
     lane, numbers = trace.lane[which].tolist(), which.tolist()
     parent = np.full(len(trace), -1)
-    inside = [0.0] * len(numbers)
+    inside, levels = [0.0] * len(numbers), [0] * len(numbers)
     stack: list[int] = []
     of_lane, depth, crossing, operators = None, 0, 0, 0
     is_operator = trace.is_category("cpu_op", "Operator")[which].tolist()
@@ -63,11 +65,16 @@ def nesting(trace: Trace, tolerance: float = 2.0) -> Nesting:
             if above >= 0:
                 parent[numbers[at]] = numbers[above]
                 inside[above] += min(end, start[above] + duration[above]) - begin
+        levels[at] = len(stack)
         stack.append(at)
         depth = max(depth, len(stack))
     self_time = np.zeros(len(trace))
     self_time[which] = np.maximum(trace.duration[which] - np.array(inside), 0.0)
-    trace.__dict__["_nesting"] = found = Nesting(parent, self_time, depth, crossing, operators)
+    level = np.zeros(len(trace), int)
+    level[which] = levels
+    trace.__dict__["_nesting"] = found = Nesting(
+        parent, self_time, level, depth, crossing, operators
+    )
     return found
 
 
