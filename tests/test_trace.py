@@ -230,6 +230,11 @@ def test_no_steps_and_no_device_is_analysed_whole_and_said(tmp_path):
     assert trace.breakdown(t).window == 50 and trace.per_step(t) == []
 
 
+def test_categories_that_are_not_known_are_said(tmp_path):
+    t = trace.read(write(tmp_path / "a.json", [span(), span(ts=50.0, cat="npu_magic")]))
+    assert any("1 spans are of a category that is not known here (npu_magic)" in n for n in t.notes)
+
+
 def test_very_deep_stacks_are_nested_right(tmp_path):
     deep = 20_000
     events = [span(f"f{i % 7}", i, 2.0 * (deep - i), "python_function") for i in range(deep)]
@@ -380,6 +385,33 @@ def test_self_time_and_place(cuda):
     assert kernel.share == pytest.approx(110 / 173)
     assert kernel.place == "/home/me/train.py:12 forward"
     assert found["aten::copy_"].place == ""
+
+
+def test_a_compiled_graphs_own_time_is_an_operation(tmp_path):
+    """PyTorch marks the call of a graph as a range; its fused kernels have no span at all."""
+    graph = "## Call CompiledFxGraph {} ##"
+    files = []
+    for name, mm in (
+        ("ft6wkgwfus737g5456pgcgl6nytphf76", 10.0),
+        ("fhscmbyl5jk7eqloo3rw24mlolv4l6sx", 5),
+    ):
+        events = [
+            mark(0, 0, 100),
+            span("forward", 5.0, 90.0, "user_annotation"),
+            span("Torch-Compiled Region: 0/0", 10.0, 60.0),
+            span(graph.format(name), 20.0, 40.0, "user_annotation"),
+            span("aten::mm", 30.0, mm),
+        ]
+        files.append(trace.read(write(tmp_path / f"{name}.json", events)))
+    first = trace.top(files[0], 1)[0]
+    assert (first.self_time, first.kind, first.place) == (30, "fused", "forward")
+    assert trace.breakdown(files[0]).compute == 60
+    changes = {c.name: c.difference for c in trace.compare(*files).changes}
+    assert changes == {
+        "## Call CompiledFxGraph ##": 5,
+        "aten::mm": -5,
+        "Torch-Compiled Region: 0/0": 0,
+    }
 
 
 def test_categories_of_kernels(cuda):

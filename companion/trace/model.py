@@ -13,6 +13,18 @@ from companion.trace.intervals import Intervals, union
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset", "mtia_ccp_events", "Kernel", "Memcpy", "Memset")
 """Categories of work on an accelerator (the capitals are those of old traces)."""
 HOST = ("cpu_op", "user_annotation", "python_function", "Operator", "overhead")
+ASIDE = (
+    "gpu_user_annotation",
+    "cuda_sync",
+    "cuda_profiler_range",
+    "external_correlation",
+    "collective_comm",
+    "mtia_insight",
+    "cpu_instant_event",
+    "fwdbwd",
+    "ac2g",
+)
+"""Categories that repeat or describe other spans; no figure counts them."""
 MARKS = ("user_annotation", "cpu_op", "Operator")
 """Categories that a ``record_function`` range has on the host."""
 
@@ -27,7 +39,10 @@ _COMMUNICATION_OPERATOR = re.compile(
 )
 _COPY = re.compile(r"^(Memcpy|Memset|dma)")
 _NO_WORK = re.compile(r"^event_(wait|record)$|Sync")
-_OPERATOR = re.compile(r"::|^(Torch-Compiled Region|CompiledFunction|triton_|cpp_fused|graph_)")
+_OPERATOR = re.compile(
+    r"::|^(Torch-Compiled Region|CompiledFunction|## Call CompiledFx|triton_|cpp_fused|graph_)"
+)
+_GRAPH = re.compile(r"^## Call CompiledFxGraph")
 _COMPILING = re.compile(r"dynamo_timed|^backend_compile|^_compile\.")
 _DATA = re.compile(r"^enumerate\(DataLoader\)|^data$|dataloader.*next|^dataloader", re.IGNORECASE)
 
@@ -151,10 +166,15 @@ class Trace:
         return (table[self.category] if len(table) else old) | old
 
     @cached_property
+    def host_operations(self) -> np.ndarray:
+        """Operators on the host, and calls of compiled graphs, which PyTorch marks as ranges."""
+        return self.is_category("cpu_op", "Operator") | self.is_named(_GRAPH)
+
+    @cached_property
     def operators(self) -> np.ndarray:
-        """Operators on the host that compute: not communication, not a range of the user's."""
+        """Operations on the host that compute: not communication, not a range of the user's."""
         return (
-            self.is_category("cpu_op", "Operator")
+            self.host_operations
             & self.is_named(_OPERATOR)
             & ~self.is_named(_COMMUNICATION_OPERATOR)
             & ~self.is_named(_COMPILING)

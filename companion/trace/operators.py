@@ -17,7 +17,7 @@ KIND_OF_WORK: tuple[tuple[str, str], ...] = (
         "matmul",
         r"(?<!fb)gemm|cutlass|cublas|Cijk_|aten::(mm|bmm|addmm|baddbmm|matmul|linear)$|mkldnn_linear",
     ),
-    ("fused", r"^triton_|cpp_fused|Torch-Compiled Region|CompiledFunction"),
+    ("fused", r"^triton_|cpp_fused|Torch-Compiled Region|CompiledF"),
     ("optimizer", r"multi_tensor|_fused_(adam|sgd)|_foreach_|FusedAdam|FusedSgd"),
     ("normalisation", r"layer_?norm|batch_?norm|rms_?norm|group_?norm|bn_[fb]w"),
     ("softmax and loss", r"softmax|nll_loss|cross_entropy"),
@@ -32,8 +32,12 @@ KIND_OF_WORK: tuple[tuple[str, str], ...] = (
 )
 """Kinds of work and what their names hold; the first that fits counts."""
 _KINDS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in KIND_OF_WORK]
+_HASH = re.compile(r"(?<=CompiledFxGraph) \w{20,}")
 _PLACE = re.compile(r"^(.+\.py)\((\d+)\): (.+)$")
-_NO_PLACE = re.compile(r"::|ProfilerStep|Backward\d*$|^triton_|^gloo:|^nccl:")
+_NO_PLACE = re.compile(
+    r"::|ProfilerStep|^## Call CompiledFx|^Compiled|^Torch-Compiled|Backward\d*$|^triton_|"
+    r"^gloo:|^nccl:"
+)
 # the profiler began inside Recording.step, so that call seems to last for the whole trace
 _LIBRARY = re.compile(
     r"site-packages|dist-packages|[/\\]torch[/\\]|^torch[/\\]|^<|lib[/\\]python|"
@@ -92,7 +96,7 @@ def top(trace: Trace, count: int | None = 10, device: bool | None = None) -> lis
         which = np.flatnonzero(trace.on_device)
         own = trace.duration
     else:
-        which = np.flatnonzero(trace.is_category("cpu_op", "Operator") & ~trace.loading)
+        which = np.flatnonzero(trace.host_operations & ~trace.loading)
         own = nesting(trace).self_time
     whole = float(own[which].sum()) or 1.0
     order = which[np.argsort(trace.name[which], kind="stable")]
@@ -231,7 +235,13 @@ def compare(before: Trace, after: Trace) -> Comparison:
     sides = []
     for trace in (before, after):
         steps = len(trace.steps) if per_step else 1
-        sides.append({op.name: (op.self_time / steps, op.calls / steps) for op in top(trace, None)})
+        side: dict[str, tuple[float, float]] = {}
+        for op in top(trace, None):
+            # a graph's name ends in a hash of the machine's own
+            name = _HASH.sub("", op.name)
+            time, calls = side.get(name, (0.0, 0.0))
+            side[name] = (time + op.self_time / steps, calls + op.calls / steps)
+        sides.append(side)
     a, b = sides
     none = (0.0, 0.0)
     changes = [

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from companion.trace.model import MARKS, Lane, Memory, Step, Trace
+from companion.trace.model import ASIDE, DEVICE, HOST, MARKS, Lane, Memory, Step, Trace
 from companion.trace.nesting import nesting
 
 PIECE = 4 << 20
@@ -374,6 +374,13 @@ def _look_over(trace: Trace) -> None:
         trace.notes.append(f"{name} has no step marks (prof.step()); it is analysed as a whole")
     if not trace.has_device:
         trace.notes.append(f"{name} has no work on a device; figures are those of the host")
+    unknown = ~(trace.is_category(*DEVICE, *HOST, *ASIDE, "Operator") | trace.launches)
+    if unknown.any():
+        kinds = sorted({trace.categories[c] or "none" for c in np.unique(trace.category[unknown])})
+        trace.notes.append(
+            f"{name}: {unknown.sum():,} spans are of a category that is not known here "
+            f"({', '.join(kinds[:5])}); no figure counts them"
+        )
     nested = nesting(trace)
     if nested.crossing_operators > CROSSING * trace.is_category("cpu_op", "Operator").sum():
         raise ValueError(
