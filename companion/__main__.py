@@ -6,6 +6,7 @@
 import argparse
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status (143 after SIGTERM, 130 after Ctrl-C)."""
     arguments = parser().parse_args(argv)
     try:
+        if not os.environ.get("TORCH_LOGS", "").isascii():
+            raise ValueError(
+                f"TORCH_LOGS is {os.environ['TORCH_LOGS']!r}, with typographic quotes, and torch "
+                "cannot be imported: write it with plain ones"
+            )
         return arguments.run(arguments)
     except KeyboardInterrupt:
         return 130

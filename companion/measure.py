@@ -200,22 +200,27 @@ class Throughput(Result):
     steps: int
     """Timed, without the warm-up."""
     warmup: int
+    unit: str = "samples"
+    """What is counted."""
 
     def __str__(self) -> str:
         return (
-            f"{self.per_second:,.1f} samples/s [{self.low:,.1f}, {self.high:,.1f}], "
+            f"{self.per_second:,.1f} {self.unit}/s [{self.low:,.1f}, {self.high:,.1f}], "
             f"{_seconds(self.step_seconds)} a step "
             f"(median of {self.steps} steps after {self.warmup} of warm-up)"
         )
 
 
 def throughput(
-    seconds: Sequence[float], samples: int | Sequence[int], warmup: int | None = None
+    seconds: Sequence[float],
+    samples: int | Sequence[int],
+    warmup: int | None = None,
+    unit: str = "samples",
 ) -> Throughput:
     """Samples per second from the seconds of each step and the samples really in it.
 
     ``samples`` is one number for all steps or one for each, so that a short last batch counts
-    as what it is. Tokens per second come out if tokens go in. Without ``warmup`` it is detected.
+    as what it is; ``unit`` says what they are. Without ``warmup`` it is detected.
 
     Raises:
         ValueError: no step is left after the warm-up, the lengths differ, or a time is not
@@ -242,7 +247,7 @@ def throughput(
     rate, low, high = _bounds(
         counts.sum() / times.sum(), counts[again].sum(axis=1) / times[again].sum(axis=1)
     )
-    return Throughput(rate, float(np.median(times)), low, high, len(times), warmup)
+    return Throughput(rate, float(np.median(times)), low, high, len(times), warmup, unit)
 
 
 def interleaved(

@@ -1,6 +1,7 @@
 """The command line on real runs: what it prints, its exit status, one sentence when it fails."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -82,3 +83,10 @@ def test_bad_input_is_one_sentence_and_status_2(arguments, message, capsys):
 def test_traceback_when_asked_for():
     with pytest.raises(ValueError, match="no preset"):
         main(["--traceback", *TRAIN, "--preset", "huge"])
+
+
+def test_typographic_quotes_in_torch_logs():
+    """Copied from a document, they stop `import torch` itself, with pages of text."""
+    done = run("doctor", env={**os.environ, "TORCH_LOGS": "“graph_breaks ”"})
+    assert done.returncode == 2
+    assert "write it with plain ones" in done.stderr and "Traceback" not in done.stderr

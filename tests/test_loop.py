@@ -246,12 +246,7 @@ def test_bf16_computes_in_bf16_over_float32_parameters():
 
 
 def test_dropout_trains_and_evaluation_does_not_drop():
-    state = build(DROPOUT)
-    values = set()
-    for seed in range(3):
-        torch.manual_seed(seed)
-        values.add(evaluate(state, samples=6))
-    assert len(values) == 1
+    assert evaluate(build(DROPOUT), samples=6) == evaluate(build(RUN), samples=6)
     kept, _ = losses(RUN, steps=1)
     dropped, _ = losses(DROPOUT, steps=1)
     assert kept != dropped
