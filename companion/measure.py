@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,8 +27,15 @@ Interval = tuple[float, float, float]
 
 # ── Where a step's time goes ─────────────────────────────────────────────────────────────────
 
+class Recorder(Protocol):
+    """What :func:`recording` takes."""
+
+    def range(self, name: str) -> AbstractContextManager[Any]: ...
+
+
+R = TypeVar("R", bound=Recorder)
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_recorder: Any = None
+_recorder: Recorder | None = None
 
 
 def phase(name: str) -> AbstractContextManager[None]:
@@ -133,12 +140,25 @@ def phases(device: torch.device) -> Iterator[PhaseTimes]:
     Raises:
         RuntimeError: it is open already.
     """
+    with recording(PhaseTimes(device)) as times:
+        yield times
+
+
+@contextmanager
+def recording(recorder: R) -> Iterator[R]:
+    """Let ``recorder.range(name)``, a context manager, stand for :func:`phase` in here.
+
+    Raises:
+        RuntimeError: there is a recorder already.
+    """
     global _recorder
     if _recorder is not None:
-        raise RuntimeError("phases() is already open: leave its with block before another one")
-    _recorder = times = PhaseTimes(device)
+        raise RuntimeError(
+            "phases() or a profiler is already open: leave its with block before another one"
+        )
+    _recorder = recorder
     try:
-        yield times
+        yield recorder
     finally:
         _recorder = None
 

@@ -244,8 +244,6 @@ def capture(
             "a profiler is running already and would lose its data: leave its with block first "
             "(in a notebook: interrupt that cell, or restart the kernel)"
         )
-    if measure._recorder is not None:
-        raise RuntimeError("measure.phases() is open: leave its with block before you profile")
     if steps is not None:
         _compare_before(recording, steps)
     if recording.path_of(1).exists():
@@ -262,15 +260,14 @@ def capture(
         with_stack=stacks,
         acc_events=False,
     )
-    _open = True
     failed = True
     try:
-        measure._recorder = _Ranges()
-        recording._profiler.start()
-        yield recording
+        with measure.recording(_Ranges()):
+            _open = True
+            recording._profiler.start()
+            yield recording
         failed = False
     finally:
-        measure._recorder = None
         profiler, recording._profiler, _open = recording._profiler, None, False
         # a second error here would hide the one that ends the loop
         with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
