@@ -33,17 +33,42 @@ SECTIONS = {
     "same_batch_low": "The same batch again and again",
     "same_batch_high": "The same batch again and again",
 }
-"""The section of the notebook that produces a figure."""
+"""The section of notebook 01 that produces a figure."""
+PROFILE_SECTIONS = {
+    "warmup_steps": "Capture the real loop",
+    "steps": "Capture the real loop",
+    "steps_recorded": "Capture the real loop",
+    "windows": "Capture the real loop",
+    "windows_planned": "Capture the real loop",
+    "device": "Capture the real loop",
+    "host_spans": "Capture the real loop",
+    "device_spans": "Capture the real loop",
+    "shapes_recorded": "Shapes and memory, when you need them",
+    "memory_peak_bytes": "Shapes and memory, when you need them",
+    "overhead_times": "What recording costs",
+    "overhead_all": "What recording costs",
+    "busy_share": "Where the time goes",
+    "verdict": "From a trace to a decision",
+    "top_operator": "The top operators, by self time",
+    "top_share": "The top operators, by self time",
+    "optimised": "Optimise what is on top",
+    "optimised_ratio": "Optimise what is on top",
+    "optimised_low": "Optimise what is on top",
+    "optimised_high": "Optimise what is on top",
+}
+"""The section of notebook 03 that produces a figure."""
 
 
-def missing(figures: dict[str, Any], *names: str) -> Verdict | None:
+def missing(
+    figures: dict[str, Any], *names: str, sections: dict[str, str] = SECTIONS
+) -> Verdict | None:
     """What to run for the figures that are not there, or None where all are."""
     lacking = [name for name in names if figures.get(name) is None]
     if not lacking:
         return None
-    sections = dict.fromkeys(f"“{SECTIONS[name]}”" for name in lacking)
+    to_run = dict.fromkeys(f"“{sections[name]}”" for name in lacking)
     verb = "is" if len(lacking) == 1 else "are"
-    return OPEN, f"{', '.join(lacking)} {verb} not recorded: run {' and '.join(sections)}"
+    return OPEN, f"{', '.join(lacking)} {verb} not recorded: run {' and '.join(to_run)}"
 
 
 def baseline_correct(f: dict[str, Any]) -> Verdict:
@@ -96,6 +121,75 @@ def baseline_no_bottleneck(f: dict[str, Any]) -> Verdict:
     )
 
 
+def profile_warmed_up(f: dict[str, Any]) -> Verdict:
+    if lacking := missing(f, "warmup_steps", sections=PROFILE_SECTIONS):
+        return lacking
+    return _all([(f["warmup_steps"] > 0, f"{f['warmup_steps']} steps before the first recorded")])
+
+
+def profile_captured(f: dict[str, Any]) -> Verdict:
+    names = ("device", "host_spans", "device_spans")
+    if lacking := missing(f, *names, sections=PROFILE_SECTIONS):
+        return lacking
+    on_device = f["device"] == "cpu" or f["device_spans"] > 0
+    there = f"{f['device_spans']:,} spans of the device" if f["device"] != "cpu" else "no device"
+    return _all([(f["host_spans"] > 0, f"{f['host_spans']:,} spans of the CPU"),
+                 (on_device, f"{there} ({f['device']})")])  # fmt: skip
+
+
+def profile_shapes_and_memory(f: dict[str, Any]) -> Verdict:
+    names = ("shapes_recorded", "memory_peak_bytes", "overhead_times", "overhead_all")
+    if lacking := missing(f, *names, sections=PROFILE_SECTIONS):
+        return lacking
+    peak, times, everything = (f[name] for name in names[1:])
+    return _all(
+        [
+            (bool(f["shapes_recorded"]), "shapes"),
+            (peak > 0, f"memory peak {peak / 1e6:,.1f} MB"),
+            (True, f"a step takes {times:.2f} times as long with times only, {everything:.2f} "
+             "times with all there is"),
+        ]
+    )  # fmt: skip
+
+
+def profile_schedule(f: dict[str, Any]) -> Verdict:
+    names = ("steps", "steps_recorded", "windows", "windows_planned")
+    if lacking := missing(f, *names, sections=PROFILE_SECTIONS):
+        return lacking
+    return _all(
+        [
+            (f["windows"] == f["windows_planned"] > 0,
+             f"{f['windows']} of {f['windows_planned']} windows written"),
+            (0 < f["steps_recorded"] < f["steps"],
+             f"{f['steps_recorded']} of {f['steps']} steps recorded"),
+        ]
+    )  # fmt: skip
+
+
+def profile_utilisation(f: dict[str, Any]) -> Verdict:
+    if lacking := missing(f, "busy_share", "verdict", sections=PROFILE_SECTIONS):
+        return lacking
+    return _all(
+        [
+            (True, f"{100 * f['busy_share']:.0f} % of the recorded time computing"),
+            (f["verdict"] != "unclear", f"verdict: {f['verdict']}"),
+        ]
+    )
+
+
+def profile_top_operation(f: dict[str, Any]) -> Verdict:
+    gain = ("optimised", "optimised_ratio", "optimised_low", "optimised_high")
+    if lacking := missing(f, "top_operator", "top_share", *gain, sections=PROFILE_SECTIONS):
+        return lacking
+    what, ratio, low, high = (f[name] for name in gain)
+    return _all(
+        [
+            (True, f"{f['top_operator']} {100 * f['top_share']:.0f} % of the self time"),
+            (low > 1, f"{what} {ratio:.2f} times as fast [{low:.2f}, {high:.2f}]"),
+        ]
+    )
+
+
 def _all(parts: list[tuple[bool, str]], end: str = "") -> Verdict:
     texts = [text if good else f"{FAILED} {text}" for good, text in parts]
     return (DONE if all(good for good, _ in parts) else FAILED), "; ".join(texts) + end
@@ -128,12 +222,12 @@ CHECKLISTS: dict[str, tuple[Item, ...]] = {
         Item("Speed-up over the baseline confirmed in the steady state"),
     ),
     "profile": (
-        Item("Warmed up before profiling"),
-        Item("CPU and device captured"),
-        Item("Shapes and memory recorded where needed"),
-        Item("A schedule for long runs"),
-        Item("Utilisation analysed: device full, else CPU or input"),
-        Item("Top operations by self time identified and optimised"),
+        Item("Warmed up before profiling", profile_warmed_up),
+        Item("CPU and device captured", profile_captured),
+        Item("Shapes and memory recorded where needed", profile_shapes_and_memory),
+        Item("A schedule for long runs", profile_schedule),
+        Item("Utilisation analysed: device full, else CPU or input", profile_utilisation),
+        Item("Top operations by self time identified and optimised", profile_top_operation),
     ),
     "scale": (
         Item("Determinism: one seed for the model, data apart by rank"),
