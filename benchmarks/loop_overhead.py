@@ -1,7 +1,9 @@
 """What a training loop costs on top of the step itself, in microseconds a step.
 
 Every loop does the same work on the same model and data: zero_grad(set_to_none=True), forward,
-backward, clip_grad_norm_, optimizer step, LambdaLR step, and it reads the loss of every step.
+backward, clip_grad_norm_, optimizer step, schedule, and it reads the loss of every step. The
+schedule is LambdaLR, except in Companion, which sets the rate itself; so a second hand-written
+loop that does the same stands beside the first.
 It is written as its library's own examples are, with all logging off.
 
 Method: one thread. Each loop runs as a coroutine that is paused where it asks for its next
@@ -72,6 +74,22 @@ def hand_written(work: Work, batches: Batches, losses: list[float]) -> None:
         losses.append(loss.item())
 
 
+def hand_written_without_scheduler(work: Work, batches: Batches, losses: list[float]) -> None:
+    """As Companion does it: the rate is a function of the step, set by hand."""
+    model, optimizer, _ = work.parts()
+    model.train()
+    parameters = list(model.parameters())
+    for step, batch in enumerate(batches):
+        optimizer.zero_grad(set_to_none=True)
+        loss = work.mean_loss(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, work.run.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = work.run.learning_rate * work.run.learning_rate_factor(step)
+        optimizer.step()
+        losses.append(loss.item())
+
+
 def companion(work: Work, batches: Batches, losses: list[float]) -> None:
     state = build(
         work.run,
@@ -79,6 +97,7 @@ def companion(work: Work, batches: Batches, losses: list[float]) -> None:
         model=work.model,
         loss=work.summed_loss,
         batches=lambda first, count: next(batches),
+        count=work.targets,
     )
     for record in train(state, steps=FOREVER):
         losses.append(record.loss)
@@ -174,6 +193,7 @@ def transformers(work: Work, batches: Batches, losses: list[float]) -> None:
 LOOPS: dict[str, tuple[Callable[[Work, Batches, list[float]], None], str | None]] = {
     "hand-written": (hand_written, None),
     "hand-written again": (hand_written, None),
+    "the same, no LambdaLR": (hand_written_without_scheduler, None),
     "companion.train": (companion, None),
     "Lightning Fabric": (fabric, "lightning"),
     "Accelerate": (accelerate, "accelerate"),

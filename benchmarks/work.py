@@ -28,6 +28,8 @@ class Work:
     """The batch of a step."""
     mean_loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
     summed_loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
+    targets: int
+    """In a sample."""
     chunk: int
     """Steps timed together."""
 
@@ -58,6 +60,7 @@ def mlp() -> Work:
         summed_loss=lambda model, batch: F.cross_entropy(
             model(batch[0]), batch[1], reduction="sum"
         ),
+        targets=1,
         chunk=50,
     )
 
@@ -73,5 +76,6 @@ def tiny() -> Work:
         fetch=lambda step: windows(step * run.global_batch, run.global_batch),
         mean_loss=lambda model, batch: next_token_loss(model, batch) / batch[1].numel(),
         summed_loss=next_token_loss,
+        targets=run.sequence,
         chunk=1,
     )

@@ -10,6 +10,7 @@ calls ``optimizer_step``; the rest makes that exact on any number of ranks and m
 """
 
 import contextlib
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,15 +25,14 @@ from companion import parallel
 from companion.corpus import BatchFn, Windows
 from companion.measure import phase
 from companion.model import Transformer, next_token_loss
-from companion.randomness import seeded, step_seed
-from companion.record import Clock, NonFiniteLoss, Record, StepResult, check_finite
+from companion.randomness import kept_randomness, reseed, step_seed
+from companion.record import Clock, NonFiniteLoss, Record
 from companion.state import CountFn, Execution, LossFn, Mesh, RunConfig, TrainState
-from companion.stopping import Stop, Undisturbed, stop_requested
+from companion.stopping import Stop, stop_requested, undisturbed
 
 __all__ = [
     "NonFiniteLoss",
     "Record",
-    "StepResult",
     "Stop",
     "build",
     "evaluate",
@@ -53,15 +53,15 @@ def build(
     loss: LossFn | None = None,
     batches: BatchFn | None = None,
     held_out: BatchFn | None = None,
-    count: CountFn | None = None,
+    count: CountFn | int | None = None,
 ) -> TrainState:
-    """Model, optimizer, scheduler and data of a run, at position 0.
+    """Model, optimizer and data of a run, at position 0.
 
     The same call twice gives the same run. Bring your own with ``model`` (a function that
     makes the module, never a trained module), ``batches(first, count)`` (samples of a fixed
     order; see :data:`companion.corpus.BatchFn`), ``loss(model, batch)`` (**summed**) and
-    ``count(batch)`` (what the sum is over; by default the targets of ``(inputs, targets)``
-    other than -100).
+    ``count``, what the sum is over: a function of the batch, or a number where every sample
+    has as many. By default the targets of ``(inputs, targets)`` other than -100 are counted.
 
     Raises:
         ValueError: an argument that cannot work, in one sentence.
@@ -75,18 +75,23 @@ def build(
             "weights; give a function that makes it: model=lambda: MyModel()"
         )
     parallel.share(run.global_batch, mesh.rank, mesh.world)
-    with seeded(run.seed, mesh.device):
+    with kept_randomness(mesh.device):
+        reseed(run.seed, mesh.device)
         module = model() if model else Transformer(run.model)
     if not isinstance(module, nn.Module):
         raise ValueError(f"model() returned {type(module).__name__}; return a torch.nn.Module")
     module.to(mesh.device, getattr(torch, run.dtype))
-    known_count = None
+    known_count: int | None = None
     if batches is None:
         text = corpora.prepare(run.corpus)
         batches = Windows(text.train, run.sequence, run.seed)
         held_out = held_out or Windows(text.held_out, run.sequence, seed=0)
     if isinstance(batches, Windows) and count is None:
-        known_count = batches.sequence
+        count = batches.sequence
+    if isinstance(count, int):
+        if count < 1:
+            raise ValueError(f"count is {count}: give the targets in a sample, at least 1")
+        known_count, count = count, None
     # torch.compile on a module gives a module; its signature only promises a callable
     compiled = cast(nn.Module, torch.compile(module)) if how.compile else module
     compute = parallel.wrap(compiled, how, mesh)
@@ -98,7 +103,7 @@ def build(
         model=module,
         compute=compute,
         optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, run.learning_rate_factor),
+        parameters=[p for group in optimizer.param_groups for p in group["params"]],
         batches=batches,
         held_out=held_out,
         loss=loss or next_token_loss,
@@ -137,59 +142,71 @@ def count_targets(batch: Any) -> int:
 # --- one step ----------------------------------------------------------------------------
 
 
-def optimizer_step(state: TrainState, batch: Any, count: int | None = None) -> StepResult:
+def optimizer_step(state: TrainState, batch: Any, count: int | None = None) -> Record:
     """One optimizer step on this rank's share of a global batch; moves the position on.
 
     Every micro-batch's loss is a sum, divided by the number of targets of the whole global
     batch, so the gradient is that of the global mean however it is cut up. DDP averages over
     ranks, hence the factor ``world``. ``count`` is that number where the caller knows it.
 
+    It seeds the random number generators, and leaves them so; ``train`` puts them back.
+
     Raises:
         NonFiniteLoss: on a CPU at once, before the weights are touched; on an accelerator
             when the loss is read.
     """
     run, mesh, device, compute = state.run, state.mesh, state.mesh.device, state.compute
-    step = state.step
+    step = state.position // run.global_batch
+    learning_rate = run.learning_rate * run.learning_rate_factor(step)
     if count is None:
         count = parallel.total(state.count(batch), mesh)
     if count == 0:
         raise ValueError(f"step {step}: no target in the batch carries loss; check its mask")
-    pieces = micro_batches(to_device(batch, device), state.how.micro_batch)
-    loss_sum: Tensor | None = None
+    on_cpu = device.type == "cpu"
+    if not on_cpu:
+        batch = to_device(batch, device)
+    gradient, pieces, loss_sum = mesh.world / count, micro_batches(batch, state.how), None
+    reseed(step_seed(run.seed, step, mesh.rank), device)
     state.optimizer.zero_grad(set_to_none=True)
-    with seeded(step_seed(run.seed, step, mesh.rank), device):
-        for index, piece in enumerate(pieces):
-            last = index == len(pieces) - 1
-            with _NOTHING if last else parallel.no_sync(compute):
-                with phase("forward"), _autocast(state):
-                    loss = state.loss(compute, piece)
-                with phase("backward"):
-                    # as (loss * scale).backward(), without two operators
-                    loss.backward(torch.full_like(loss, mesh.world / count))
-            loss = loss.detach()
-            loss_sum = loss if loss_sum is None else loss_sum + loss
+    for index, piece in enumerate(pieces, start=1):
+        with _NOTHING if index == len(pieces) else parallel.no_sync(compute):
+            with phase("forward"), _autocast(state):
+                loss = state.loss(compute, piece)
+            with phase("backward"):
+                # as (loss * gradient).backward(), without two operators
+                loss.backward(_scalar(gradient, loss.dtype, device))
+        loss = loss.detach()
+        loss_sum = loss if loss_sum is None else loss_sum + loss
     assert loss_sum is not None
-    value, work = None, None
-    if device.type == "cpu":
-        value = loss_sum.item()
-        check_finite(value, step)
+    value, work = loss_sum.item() if on_cpu else None, None
+    if value is not None and not math.isfinite(value):
+        raise NonFiniteLoss(step, value)
     if mesh.world > 1:
         loss_sum, value = loss_sum.clone(), None
         work = parallel.start_sum(loss_sum, mesh)
     with phase("optimizer"):
         grad_norm = None
         if run.clip:
-            parameters = [p for g in state.optimizer.param_groups for p in g["params"]]
-            grad_norm = nn.utils.clip_grad_norm_(parameters, run.clip)
-        with Undisturbed():
-            state.optimizer.step()
-            state.scheduler.step()
-            state.position += run.global_batch
-    return StepResult(loss_sum, value, count, grad_norm, work)
+            grad_norm = nn.utils.clip_grad_norm_(state.parameters, run.clip)
+        undisturbed(lambda: _update(state, learning_rate))
+    return Record(step + 1, state.position, count, learning_rate, loss_sum, value, work, grad_norm)
 
 
-def micro_batches(batch: Any, size: int | None) -> list[Any]:
-    """``batch`` cut along the first dimension into near-equal pieces of at most ``size``."""
+def _update(state: TrainState, learning_rate: float) -> None:
+    for group in state.optimizer.param_groups:
+        group["lr"] = learning_rate
+    state.optimizer.step()
+    state.position += state.run.global_batch
+
+
+@functools.lru_cache(maxsize=8)
+def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
+def micro_batches(batch: Any, how: Execution) -> list[Any]:
+    """``batch`` cut along the first dimension into near-equal pieces, small enough for ``how``."""
+    size = how.micro_batch
     if size is None or (samples := _length(batch)) <= size:
         return [batch]
     n = math.ceil(samples / size)
@@ -224,8 +241,6 @@ def _length(batch: Any) -> int:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch on ``device``; tensors that are there already are not copied."""
-    if device.type == "cpu":
-        return batch
     return _map(lambda t: t.to(device, non_blocking=True), batch)
 
 
@@ -256,27 +271,23 @@ class _Feed:
 
     def fetch(self) -> tuple[Any, int]:
         """The batch at the state's position, and its targets over all ranks."""
-        state, position = self.state, self.state.position
-        ready, self.ready = self.ready, None
-        if ready is not None and ready[0] == position:
-            torch.cuda.current_stream(state.mesh.device).wait_event(ready[3])
+        state, ready = self.state, self.ready
+        if ready is not None and ready[0] == state.position:
+            here = torch.cuda.current_stream(state.mesh.device)
+            here.wait_event(ready[3])
             # the allocator must not hand the memory out while this stream still reads it
-            _map(_used_here, ready[1])
+            _map(functools.partial(_used_by, here), ready[1])
             return ready[1], ready[2]
-        return self._load(position)
-
-    def _load(self, position: int) -> tuple[Any, int]:
-        batch = self.state.batches(position + self.low, self.high - self.low)
-        count = self.count
-        if count is None:
-            count = parallel.total(self.state.count(batch), self.state.mesh)
-        return batch, count
+        batch = state.batches(state.position + self.low, self.high - self.low)
+        if self.count is not None:
+            return batch, self.count
+        return batch, parallel.total(state.count(batch), state.mesh)
 
     def prepare(self) -> None:
         """Start copying the batch that comes next."""
         if self.stream is None:
             return
-        batch, count = self._load(self.state.position)
+        batch, count = self.fetch()
         with torch.cuda.stream(self.stream):
             batch = _map(lambda t: t.pin_memory() if t.device.type == "cpu" else t, batch)
             batch = to_device(batch, self.state.mesh.device)
@@ -285,8 +296,8 @@ class _Feed:
         self.ready = (self.state.position, batch, count, copied)
 
 
-def _used_here(tensor: Tensor) -> Tensor:
-    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+def _used_by(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
+    tensor.record_stream(stream)
     return tensor
 
 
@@ -306,32 +317,32 @@ def train(state: TrainState, steps: int) -> Iterator[Record]:
 
 
 def _train(state: TrainState, steps: int) -> Iterator[Record]:
-    clock, feed = Clock(state.mesh.device), _Feed(state)
+    clock, feed, alone = Clock(state.mesh.device), _Feed(state), state.mesh.world == 1
     unread: deque[Record] = deque(maxlen=64)
     state.compute.train()
-    for index in range(steps):
-        if parallel.any_rank(False, state.mesh):
-            return
-        clock.start()
-        with phase("data"):
-            batch, count = feed.fetch()
-        learning_rate = state.optimizer.param_groups[0]["lr"]
-        result = optimizer_step(state, batch, count)
-        if index + 1 < steps:
-            feed.prepare()
-        clock.stop(count)
-        record = Record(state.step, state.position, learning_rate, result, clock)
-        if state.mesh.device.type != "cpu":
-            unread.append(record)
-            if len(unread) == unread.maxlen:
-                _read_all(unread)
-        try:
-            yield record
-        except GeneratorExit:
-            # the others are about to ask whether anyone has left
+    with kept_randomness(state.mesh.device):
+        for index in range(steps):
+            if not alone and parallel.any_rank(False, state.mesh):
+                return
+            clock.start()
+            with phase("data"):
+                batch, count = feed.fetch()
+            record = optimizer_step(state, batch, count)
             if index + 1 < steps:
-                parallel.any_rank(True, state.mesh)
-            raise
+                feed.prepare()
+            clock.stop(count)
+            record._clock = clock
+            if state.mesh.device.type != "cpu":
+                unread.append(record)
+                if len(unread) == unread.maxlen:
+                    _read_all(unread)
+            try:
+                yield record
+            except GeneratorExit:
+                # the others are about to ask whether anyone has left
+                if not alone and index + 1 < steps:
+                    parallel.any_rank(True, state.mesh)
+                raise
     _read_all(unread)
 
 
@@ -365,7 +376,7 @@ def evaluate(state: TrainState, samples: int = 480, batches: BatchFn | None = No
     loss_sum, count = torch.zeros((), device=mesh.device, dtype=torch.float64), 0
     if mesh.device.type == "mps":
         loss_sum = loss_sum.float()
-    with seeded(0, mesh.device):
+    with kept_randomness(mesh.device):
         try:
             module.eval()
             for first in range(low, high, size):

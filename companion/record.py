@@ -3,7 +3,6 @@
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,55 +12,47 @@ from companion import device as devices
 
 
 class NonFiniteLoss(ArithmeticError):
-    """The loss is NaN or infinite; the message names the step."""
+    """The loss of a step is NaN or infinite."""
 
-
-def check_finite(loss: float, step: int) -> None:
-    if not math.isfinite(loss):
-        raise NonFiniteLoss(
+    def __init__(self, step: int, loss: float) -> None:
+        super().__init__(
             f"step {step}: the loss is {loss}; the weights from then on are not to be trusted. "
             "Lower the learning rate, lengthen the warm-up, or look at that step's batch"
         )
 
 
-@dataclass(slots=True)
-class StepResult:
-    """What one optimizer step knows, still on the device: nothing here has been waited for."""
-
-    loss_sum: Tensor
-    """This rank's sum; the sum over all ranks once ``work`` is done."""
-    value: float | None
-    """``loss_sum`` as a number, where it is known without waiting."""
-    count: int
-    """Targets over all ranks."""
-    grad_norm: Tensor | None
-    """Before clipping; None where the run does not clip."""
-    work: Any
-    """Of the sum over the ranks; None on one process."""
-
-
 class Record:
     """One completed step. Reading ``loss`` or a speed is what waits for the device."""
 
-    __slots__ = ("_clock", "_loss", "_rate", "_result", "learning_rate", "position", "step")
+    __slots__ = (
+        "_clock", "_grad_norm", "_loss_sum", "_rate", "_value", "_work",
+        "learning_rate", "position", "step", "tokens",
+    )  # fmt: skip
 
     def __init__(
-        self, step: int, position: int, learning_rate: float, result: StepResult, clock: "Clock"
+        self,
+        step: int,
+        position: int,
+        tokens: int,
+        learning_rate: float,
+        loss_sum: Tensor,
+        value: float | None,
+        work: Any,
+        grad_norm: Tensor | None,
     ) -> None:
         self.step = step
         """Number of this step; the first is 1."""
         self.position = position
         """Samples consumed, over all ranks."""
+        self.tokens = tokens
+        """Targets in this step, over all ranks."""
         self.learning_rate = learning_rate
         """That this step used."""
-        self._result, self._clock = result, clock
-        self._loss: float | None = None
+        # the sum over all ranks once ``work`` is done; ``value`` where it is known already
+        self._loss_sum, self._value, self._work = loss_sum, value, work
+        self._grad_norm = grad_norm
+        self._clock: Clock | None = None
         self._rate: tuple[float, float] | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Targets in this step, over all ranks."""
-        return self._result.count
 
     @property
     def loss(self) -> float:
@@ -70,21 +61,21 @@ class Record:
         Raises:
             NonFiniteLoss: it is NaN or infinite.
         """
-        if self._loss is None:
-            result = self._result
-            if result.value is None:
+        if self._value is None:
+            if self._clock is not None:
                 self._clock.wait()
-                if result.work is not None:
-                    result.work.wait()
-                result.value = result.loss_sum.item()
-                check_finite(result.value, self.step - 1)
-            self._loss = result.value / result.count
-        return self._loss
+            if self._work is not None:
+                self._work.wait()
+            value = self._loss_sum.item()
+            if not math.isfinite(value):
+                raise NonFiniteLoss(self.step - 1, value)
+            self._value = value
+        return self._value / self.tokens
 
     @property
     def grad_norm(self) -> float | None:
         """Norm of the gradient before clipping; None where the run does not clip."""
-        return None if self._result.grad_norm is None else self._result.grad_norm.item()
+        return None if self._grad_norm is None else self._grad_norm.item()
 
     @property
     def tokens_per_second(self) -> float:
@@ -97,6 +88,8 @@ class Record:
         return self._speed()[1]
 
     def _speed(self) -> tuple[float, float]:
+        if self._clock is None:
+            raise ValueError("a step on its own has no speed: read it from the records of train()")
         if self._rate is None:
             self._rate = self._clock.close()
         return self._rate

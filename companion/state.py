@@ -109,7 +109,10 @@ class RunConfig:
         return asdict(self)
 
     def learning_rate_factor(self, step: int) -> float:
-        """Linear warm-up, then half a cosine down to ``final_fraction``, as a factor."""
+        """Linear warm-up, then half a cosine down to ``final_fraction``, as a factor.
+
+        A function of the step alone: there is no scheduler whose state could be lost.
+        """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         span = max(1, self.total_steps - self.warmup_steps)
@@ -165,7 +168,8 @@ class TrainState:
     compute: nn.Module
     """What is called: the model, compiled and wrapped as ``how`` asks."""
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    parameters: list[nn.Parameter]
+    """What the optimizer trains."""
     batches: BatchFn
     held_out: BatchFn | None
     loss: LossFn

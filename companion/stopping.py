@@ -4,36 +4,29 @@ import _signal  # type: ignore[import-not-found]
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-_SIGINT = int(signal.SIGINT)
+_SIGINT, _MAIN = int(signal.SIGINT), threading.main_thread().ident
 
 
-class Undisturbed:
-    """Holds an interrupt back while weights, schedule and position change together.
+def undisturbed(update: Callable[[], None]) -> None:
+    """Call ``update``; an interrupt that arrives meanwhile is raised after it.
 
     It calls ``_signal``: the wrappers in ``signal`` look up enums, 10 µs a step.
     """
-
-    __slots__ = ("arrived", "before")
-
-    def __enter__(self) -> None:
-        self.arrived: tuple[int, Any] | None = None
-        self.before: Any = None
-        if threading.get_ident() == threading.main_thread().ident:
-            self.before = _signal.getsignal(_SIGINT)
-            if callable(self.before):
-                _signal.signal(_SIGINT, self._note)
-
-    def _note(self, signum: int, frame: Any) -> None:
-        self.arrived = (signum, frame)
-
-    def __exit__(self, *exc: object) -> None:
-        if callable(self.before):
-            _signal.signal(_SIGINT, self.before)
-            if self.arrived:
-                self.before(*self.arrived)
+    # no interrupt arrives in another thread; and what Python did not set it cannot put back
+    handler = _signal.getsignal(_SIGINT) if threading.get_ident() == _MAIN else None
+    if handler is None:
+        return update()
+    arrived: list[tuple[int, Any]] = []
+    _signal.signal(_SIGINT, lambda *what: arrived.append(what))
+    try:
+        update()
+    finally:
+        _signal.signal(_SIGINT, handler)
+        if arrived and callable(handler):
+            handler(*arrived[0])
 
 
 class Stop:

@@ -361,8 +361,8 @@ def test_records_that_are_kept_hold_no_graph():
     """T06: what a record holds is detached, so a list of records is small."""
     state = build(RUN)
     records = list(train(state, 3))
-    assert not any(record._result.loss_sum.requires_grad for record in records)
-    assert not any(record._result.grad_norm.requires_grad for record in records)
+    assert not any(record._loss_sum.requires_grad for record in records)
+    assert not any(record._grad_norm.requires_grad for record in records)
 
 
 @pytest.fixture
@@ -453,14 +453,32 @@ def test_batch_without_any_target():
         next(train(build(RUN, batches=batches), 1))
 
 
+def test_count_as_a_number():
+    """Where every sample has as many targets, nobody need look at them."""
+    plain, a = losses(sgd(), steps=2)
+    known, b = losses(sgd(), steps=2, batches=lambda f, n: build(sgd()).batches(f, n), count=32)
+    assert plain == known
+    assert torch.equal(weights(a), weights(b))
+    with pytest.raises(ValueError, match="count is 0"):
+        build(RUN, count=0)
+
+
+def test_a_step_on_its_own_has_no_speed():
+    state = build(RUN)
+    record = optimizer_step(state, state.batches(0, 12))
+    assert record.loss == losses(steps=1)[0][0]
+    with pytest.raises(ValueError, match="no speed"):
+        _ = record.step_seconds
+
+
 def test_micro_batches_of_nested_batches():
     batch = {"x": torch.arange(7), "pair": (torch.arange(7) * 2, [torch.arange(7)]), "name": "a"}
-    pieces = micro_batches(batch, 3)
+    pieces = micro_batches(batch, Execution(micro_batch=3))
     assert [len(piece["x"]) for piece in pieces] == [2, 2, 3]
     assert torch.equal(torch.cat([p["pair"][0] for p in pieces]), batch["pair"][0])
     assert pieces[0]["name"] == "a"
     with pytest.raises(ValueError, match="a batch holds str"):
-        micro_batches("text", 3)
+        micro_batches("text", Execution(micro_batch=3))
 
 
 def test_count_targets():
@@ -518,7 +536,6 @@ def test_stop_outside_the_main_thread():
     assert got == [True] and not Stop()
 
 
-@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")
 def test_interrupt_never_splits_an_update():
     """An interrupt that arrives inside the update is raised after it."""
     state = build(RUN)
@@ -533,7 +550,6 @@ def test_interrupt_never_splits_an_update():
         next(train(state, 3))
     state.optimizer.step = real
     assert state.position == 12
-    assert state.scheduler.last_epoch == 1
     assert [r.loss for r in train(state, 2)] == losses(steps=3)[0][1:]
 
 

@@ -316,5 +316,4 @@ def own_model(answer: Any, steps: int = 120) -> str:
 
 def _losses(state: Any, batch: Any, steps: int) -> Sequence[float]:
     state.compute.train()
-    results = (optimizer_step(state, batch) for _ in range(steps))
-    return [result.loss_sum.item() / result.count for result in results]
+    return [optimizer_step(state, batch).loss for _ in range(steps)]
