@@ -40,7 +40,7 @@ PROFILE_SECTIONS = {
     "steps_recorded": "Capture the real loop",
     "windows": "Capture the real loop",
     "windows_planned": "Capture the real loop",
-    "device": "Capture the real loop",
+    "activities": "Capture the real loop",
     "host_spans": "Capture the real loop",
     "device_spans": "Capture the real loop",
     "shapes_recorded": "Shapes and memory, when you need them",
@@ -128,13 +128,16 @@ def profile_warmed_up(f: dict[str, Any]) -> Verdict:
 
 
 def profile_captured(f: dict[str, Any]) -> Verdict:
-    names = ("device", "host_spans", "device_spans")
+    names = ("activities", "host_spans", "device_spans")
     if lacking := missing(f, *names, sections=PROFILE_SECTIONS):
         return lacking
-    on_device = f["device"] == "cpu" or f["device_spans"] > 0
-    there = f"{f['device_spans']:,} spans of the device" if f["device"] != "cpu" else "no device"
-    return _all([(f["host_spans"] > 0, f"{f['host_spans']:,} spans of the CPU"),
-                 (on_device, f"{there} ({f['device']})")])  # fmt: skip
+    activities, host, device = (f[name] for name in names)
+    parts = [(host > 0, f"{host:,} operators on the CPU")]
+    if activities == ["CPU"]:
+        parts.append((True, "no device here that can be recorded"))
+    else:
+        parts.append((device > 0, f"{device:,} pieces of work on the device"))
+    return _all(parts)
 
 
 def profile_shapes_and_memory(f: dict[str, Any]) -> Verdict:
