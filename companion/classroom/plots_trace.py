@@ -1,4 +1,4 @@
-"""Pictures of stage 3: a still of the timeline, a profiler's schedule beside what it recorded."""
+"""Pictures of stage 3: a still of the timeline, a schedule beside what it really recorded."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +9,20 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
-from companion.classroom.plots import FAINT, FONT, GREY, INK, ORANGE, Picture, _axes, _title
+from companion.classroom.plots import (
+    BLUE,
+    FAINT,
+    FONT,
+    GREY,
+    INK,
+    ORANGE,
+    PAPER,
+    Picture,
+    _axes,
+    _title,
+)
 from companion.classroom.timeline_layout import GROUPS, Layout
+from companion.profiling import Schedule
 
 ROW = 0.145
 """Inches that a row is high."""
@@ -184,9 +196,118 @@ def _boxes(
     corners = [(start, top), (end, top), (end, bottom), (start, bottom)]
     vertices = np.stack([np.stack(corner, axis=1) for corner in corners], axis=1)
     axes.add_collection(
-        PolyCollection(vertices, facecolor=colour, edgecolor="none", alpha=alpha), autolim=False
+        PolyCollection(list(vertices), facecolor=colour, edgecolor="none", alpha=alpha),
+        autolim=False,
     )
 
 
 def _unit(span: float) -> tuple[str, float]:
     return ("s", 1e6) if span >= 3e6 else ("ms", 1e3) if span >= 1e3 else ("µs", 1.0)
+
+
+# ── a schedule ───────────────────────────────────────────────────────────────────────────────
+
+AMBER = "#E69F00"
+_ACTIONS = {
+    "off": ("#EDEFF2", "off"),
+    "warm-up": (AMBER, "warm-up: on, thrown away"),
+    "record": (BLUE, "recorded"),
+    "record and save": ("#00466E", "recorded, and the trace written"),
+}
+
+
+def recording(schedule: Schedule, steps: int, written: Sequence[Sequence[int]]) -> Picture:
+    """What the schedule asks for in each of ``steps`` steps, above what traces really hold.
+
+    ``written`` is, for each trace, the numbers of its step marks.
+    """
+    picture = Picture(2.35)
+    axes = _axes(picture, (0.11, 0.37, 0.87, 0.42), "")
+    _title(picture, f"A loop of {steps} steps")
+    last = max([steps - 1, *(number for numbers in written for number in numbers)])
+    axes.set_xlim(-0.6, last + 0.6)
+    axes.set_ylim(2.3, -0.1)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("step", color=GREY, fontsize=9.5, fontfamily=FONT, labelpad=2)
+    actions = schedule.actions(steps)
+    for step, action in enumerate(actions):
+        axes.bar(step, 0.9, 0.86, bottom=0, color=_ACTIONS[action][0], linewidth=0)
+    for numbers in written:
+        for step in numbers:
+            # the mark that the last step() opened: no step of the loop is in it
+            empty = step >= steps
+            colour = PAPER if empty else "#00466E" if step == numbers[-1] else BLUE
+            edge: dict[str, Any] = {"edgecolor": GREY, "linestyle": ":"} if empty else {}
+            axes.bar(step, 0.9, 0.86, bottom=1.15, color=colour, **edge)
+    for place, label in ((0.45, "asked for"), (1.6, "written")):
+        axes.annotate(
+            label,
+            (0, place),
+            xycoords=("axes fraction", "data"),
+            xytext=(-6, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            fontsize=9.5,
+            fontfamily=FONT,
+            color=INK,
+            annotation_clip=False,
+        )
+    if not written:
+        axes.text(
+            last / 2,
+            1.6,
+            "nothing",
+            ha="center",
+            va="center",
+            fontsize=9.5,
+            fontfamily=FONT,
+            color=ORANGE,
+        )
+    picture.legend(
+        handles=[Patch(facecolor=colour, label=label) for colour, label in _ACTIONS.values()],
+        loc="lower left",
+        bbox_to_anchor=(0.1, 0.0),
+        ncol=4,
+        frameon=False,
+        handlelength=0.9,
+        handleheight=0.9,
+        handletextpad=0.4,
+        columnspacing=1.2,
+        prop={"size": 8.5, "family": FONT},
+        labelcolor=GREY,
+    )
+    picture.alt = _recording_alt(schedule, steps, written)
+    return picture
+
+
+def _recording_alt(schedule: Schedule, steps: int, written: Sequence[Sequence[int]]) -> str:
+    planned = schedule.windows(steps)
+    asked = schedule.repeat or "any number of"
+    text = (
+        f"A loop of {steps} steps; asked for: {asked} "
+        f"{'window' if schedule.repeat == 1 else 'windows'} of {schedule.active} steps. "
+    )
+    if not written:
+        wanted = schedule.skip_first + schedule.wait + schedule.warmup
+        return text + f"Nothing was written: the loop ends before step {wanted} is recorded."
+    holds = []
+    for numbers in written:
+        inside = [number for number in numbers if number < steps]
+        if len(inside) > 1:
+            holds.append(f"steps {inside[0]} to {inside[-1]}")
+        else:
+            holds.append(f"step {inside[0]}" if inside else "no step at all")
+    more = f" and {len(holds) - 4} more" if len(holds) > 4 else ""
+    word = "trace was" if len(holds) == 1 else "traces were"
+    text += f"{len(holds)} {word} written, with {', '.join(holds[:4])}{more}."
+    if planned and not planned[-1].complete:
+        cut = planned[-1].steps
+        text += f" The loop ends within the last one, which has {cut} of {schedule.active}."
+    if any(number >= steps for numbers in written for number in numbers):
+        text += (
+            f" The mark of step {steps} (dotted) holds no step: the last step() opened it, and the "
+            "profiler was still recording."
+        )
+    return text

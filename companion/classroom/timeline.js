@@ -125,7 +125,8 @@ input { width: 10em; } output { color: ${GREY}; min-width: 5em; padding-left: 4p
 .legend span { display: inline-flex; align-items: center; gap: 5px; } .legend i { width: 12px; height: 12px; border-radius: 2px; }
 .details { border-top: 1px solid ${FAINT}; padding: 8px 10px; height: 186px; overflow: auto; display: grid; gap: 4px 24px;
   grid-template-columns: minmax(0, 1fr) minmax(0, 1.25fr); align-content: start; }
-.details h4 { margin: 0; font-size: 14px; overflow-wrap: anywhere; } .details h4 { display: flex; gap: 7px; }
+.details h4 { margin: 0; font-size: 14px; overflow-wrap: anywhere; } .details h4 { display: flex; gap: 7px; align-items: flex-start; }
+.details h4 button { font-size: 12px; font-weight: 400; margin-left: auto; flex: none; }
 .details h4 i { flex: none; width: 11px; height: 11px; border-radius: 2px; margin-top: 5px; } .details p { margin: 2px 0; color: ${GREY}; } .details p b { color: ${INK}; font-weight: 600; }
 .facts { margin: 3px 0 5px; display: grid; grid-template-columns: auto minmax(0, 1fr); gap: 0 12px; } .facts dt { color: ${GREY}; }
 .facts dd { margin: 0; overflow-wrap: anywhere; } .facts big { font-size: 14px; font-weight: 600; }
@@ -529,9 +530,9 @@ export function mount(host, data) {
       shape ? ["shapes", shape] : null,
       caller === undefined ? null : ["launched by", `${names[name[caller]]}, ${format((start[i] - start[caller]) * tick)} before it began`],
       work === undefined ? null : ["launches", `${names[name[work]]}, which begins ${format((start[work] - start[i]) * tick)} later`]];
-    const left = h("div", {}, h("h4", {}, h("i", { style: `background:${g.colour}` }), h("span", {}, names[name[i]])),
-      h("dl", { className: "facts" }, ...facts.filter(Boolean).flatMap(([key, value]) => [h("dt", {}, key), h("dd", {}, value)])),
-      button("Zoom to it", "Zoom to the selected span", () => show(start[i], end(i), 0.1)));
+    const left = h("div", {}, h("h4", {}, h("i", { style: `background:${g.colour}` }), h("span", {}, names[name[i]]),
+        button("Zoom to it", "Zoom to the selected span", () => show(start[i], end(i), 0.1))),
+      h("dl", { className: "facts" }, ...facts.filter(Boolean).flatMap(([key, value]) => [h("dt", {}, key), h("dd", {}, value)])));
     const totals = new Map();
     for (let k = from; k < to; k++) {
       const sum = totals.get(name[k]) ?? { time: 0, calls: 0, group: group[k] };
