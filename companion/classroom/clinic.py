@@ -1,9 +1,10 @@
 """The clinic of notebook 03: five loops, each ill in one way, run for real on this machine.
 
 A patient is a generator, as the training loop is: it yields its loss after every step. The
-fifth one is a function that two DDP ranks share their batch by. They live on the CPU, so that
-everybody meets the same illness. The notebook's cells and the functions here are the same
-text (a test holds them together).
+fifth one is a function that two DDP ranks share their batch by. They live on the CPU, on one
+thread, so that everybody meets the same illness: with several threads on a busy machine every
+operator waits for the thread that was put aside. The notebook's cells and the functions here
+are the same text (a test holds them together).
 """
 
 import contextlib
@@ -172,6 +173,16 @@ def ward(which: str) -> tuple[Any, ...]:
     raise ValueError(f"there is no ward for {which!r}: choose one of a, b, c, d")
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def admit(which: str, loop: Callable[..., Iterator[float]], steps: int) -> Iterator[float]:
     """The patient's loop, ready to go; ``loop`` in its place where it has been mended."""
     if which == "c":
@@ -179,6 +190,7 @@ def admit(which: str, loop: Callable[..., Iterator[float]], steps: int) -> Itera
     return loop(*ward(which), steps)
 
 
+@_one_thread()
 def examine(which: str, mended: Callable[..., Any] | None = None) -> Trace | Job:
     """Run a patient and record it: a trace; a :class:`Job` of two ranks for patient E.
 
@@ -196,8 +208,7 @@ def examine(which: str, mended: Callable[..., Any] | None = None) -> Trace | Job
     directory = profiling.new_directory("runs/clinic")
     if which == "e":
         _launch(loop, directory)
-        found = trace.read(directory / "traces")
-        return found
+        return trace.read(directory / "traces")
     steps = SCHEDULE.skip_first + SCHEDULE.cycle
     with contextlib.closing(_closable(admit(which, loop, steps + 1))) as losses:
         with capture(directory, SCHEDULE, steps=steps, shapes=True) as recording:
@@ -209,7 +220,7 @@ def examine(which: str, mended: Callable[..., Any] | None = None) -> Trace | Job
 
 
 def losses(which: str, loop: Callable[..., Iterator[float]], steps: int) -> list[float]:
-    """What the loop yields in its first steps."""
+    """What the loop yields in its first ``steps`` steps, or before if it ends there."""
     with contextlib.closing(_closable(admit(which, loop, steps))) as values:
         return list(itertools.islice(values, steps))
 
@@ -228,6 +239,7 @@ def compilations(loop: Callable[..., Iterator[float]]) -> int:
     return arguments[-1].count
 
 
+@_one_thread()
 def gain(which: str, mended: Callable[..., Any], rounds: int = 10) -> Comparison:
     """The patient's time over the mended loop's, in paired rounds. Above 1: it is faster.
 
