@@ -27,6 +27,7 @@ Interval = tuple[float, float, float]
 
 # ── Where a step's time goes ─────────────────────────────────────────────────────────────────
 
+
 class Recorder(Protocol):
     """What :func:`recording` takes."""
 
