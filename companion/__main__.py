@@ -1,4 +1,4 @@
-"""The command line: ``python -m companion doctor`` and ``python -m companion train``.
+"""The command line: ``python -m companion doctor``, ``trace`` and ``train``.
 
 ``train`` is also what torchrun runs; notebooks and terminals use the same command.
 """
@@ -45,6 +45,10 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true")
     doctor.set_defaults(run=run_doctor)
 
+    trace = commands.add_parser("trace", help="what a profiler's trace says, on one page")
+    trace.add_argument("paths", nargs="+", metavar="FILE", help="a trace, or a directory of ranks")
+    trace.set_defaults(run=run_trace)
+
     train = commands.add_parser("train", help="train a preset on real text")
     what = train.add_argument_group("what is trained (must match when a run is resumed)")
     what.add_argument("--preset", default="tiny")
@@ -79,6 +83,14 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     else:
         print(device.doctor_report(findings))
     return 0 if all(finding.ok or not finding.needed for finding in findings) else 1
+
+
+def run_trace(arguments: argparse.Namespace) -> int:
+    from companion import trace
+
+    for path in arguments.paths:
+        print(trace.report(trace.read(path)))
+    return 0
 
 
 def run_train(arguments: argparse.Namespace) -> int:

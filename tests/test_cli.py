@@ -55,6 +55,16 @@ def test_own_corpus_and_tensorboard(tmp_path, capsys):
     assert list(Path(tmp_path, "tb").glob("events*"))
 
 
+def test_trace_of_a_file_and_bad_ones(capsys, tmp_path):
+    data = Path(__file__).parent / "data"
+    assert main(["trace", str(data / "cuda.json")]) == 0
+    assert "idle" in capsys.readouterr().out
+    (tmp_path / "cut.json").write_text('{"traceEvents": [{"ph": "X"')
+    assert main(["trace", str(tmp_path / "cut.json")]) == 2
+    error = capsys.readouterr().err
+    assert "cut.json" in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
