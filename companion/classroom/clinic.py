@@ -169,7 +169,7 @@ def ward(which: str) -> tuple[Any, ...]:
             pieces = [torch.randint(256, (length,)) for length in LENGTHS]
             return _Scorer().requires_grad_(False), pieces, Compilations()
         if which == "d":
-            return nn.Linear(64, 2048), nn.Linear(2048, 64), torch.randn(1024, 64)
+            return nn.Linear(48, 2048), nn.Linear(2048, 48), torch.randn(1024, 48)
     raise ValueError(f"there is no ward for {which!r}: choose one of a, b, c, d")
 
 
@@ -272,9 +272,11 @@ def gain(which: str, mended: Callable[..., Any], rounds: int = 10) -> Comparison
 # ── patient E: two ranks ─────────────────────────────────────────────────────────────────────
 
 
-def lengths_of(step: int, count: int = 24) -> list[int]:
-    """Tokens in each sequence of a batch: 64 to 1,024, the same on every rank."""
-    return np.random.default_rng(step).integers(64, 1025, count).tolist()
+def lengths_of(step: int, count: int = 48) -> list[int]:
+    """Tokens in each sequence of a batch: 32 to 2,048, short ones as often as long ones in
+    every octave, as texts are; the same on every rank."""
+    octaves = np.random.default_rng(step).uniform(5, 11, count)
+    return np.exp2(octaves).astype(int).tolist()
 
 
 def _launch(share: Callable[..., Any], directory: Path, rounds: int = 0) -> Any:
