@@ -30,7 +30,18 @@ def test_recordings_hold_their_conditions_and_the_command():
 
 
 @pytest.mark.parametrize(
-    "name", ["loop_overhead", "next_batch", "import_time", "baseline_losses", "record"]
+    "name",
+    [
+        "loop_overhead",
+        "next_batch",
+        "import_time",
+        "baseline_losses",
+        "compile_cases",
+        "compile_cold",
+        "trace_read",
+        "timeline_frames",
+        "record",
+    ],
 )
 def test_every_benchmark_starts(name):
     if name == "loop_overhead":
