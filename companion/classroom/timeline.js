@@ -123,7 +123,7 @@ input { width: 10em; } output { color: ${GREY}; min-width: 5em; padding-left: 4p
   font-size: 12px; overflow-wrap: anywhere; z-index: 2; box-shadow: 0 1px 5px #0005; } .tip div { color: #D5D9DE; }
 .legend { display: flex; flex-wrap: wrap; gap: 3px 14px; padding: 5px 10px; border-top: 1px solid ${FAINT}; font-size: 12px; color: ${GREY}; }
 .legend span { display: inline-flex; align-items: center; gap: 5px; } .legend i { width: 12px; height: 12px; border-radius: 2px; }
-.details { border-top: 1px solid ${FAINT}; padding: 8px 10px; height: 186px; overflow: auto; display: grid; gap: 4px 24px;
+.details { border-top: 1px solid ${FAINT}; padding: 8px 10px; height: 176px; overflow: auto; display: grid; gap: 4px 24px;
   grid-template-columns: minmax(0, 1fr) minmax(0, 1.25fr); align-content: start; }
 .details h4 { margin: 0; font-size: 14px; overflow-wrap: anywhere; } .details h4 { display: flex; gap: 7px; align-items: flex-start; }
 .details h4 button { font-size: 12px; font-weight: 400; margin-left: auto; flex: none; }
@@ -245,6 +245,7 @@ export function mount(host, data) {
     const middle = (from + to) / 2;
     const low = Math.min(Math.max(middle - size / 2, -0.03 * total), 1.03 * total - size);
     view = [low, low + size];
+    hovered = null; tip.hidden = true; // it is no longer what the pointer is over
     redraw();
   }
   const show = (from, to, margin = 0.05) => look(from - margin * (to - from), to + margin * (to - from));
@@ -565,7 +566,7 @@ export function mount(host, data) {
     const [x, y] = place(event);
     if (!drag) return hover(x, y);
     if (!drag.moved && Math.hypot(x - drag.x, y - drag.y) < 4) return;
-    drag.moved = true; tip.hidden = true; hovered = null;
+    drag.moved = true;
     main.classList.add("dragging");
     scroll = Math.max(0, Math.min(drag.scroll - (y - drag.y), tall - (height - RULER)));
     const by = ((drag.x - x) * (drag.view[1] - drag.view[0])) / plot();
@@ -591,6 +592,7 @@ export function mount(host, data) {
     if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan(event.deltaX * lines * scale());
     else if (event.shiftKey) pan(event.deltaY * lines * scale());
     else zoom(Math.exp(Math.max(-1, Math.min(1, event.deltaY * lines * (event.ctrlKey ? 0.01 : 0.0022)))), timeAt(place(event)[0]));
+    hover(...place(event));
   }, { passive: false });
 
   let brush = false;
@@ -674,7 +676,9 @@ export async function unpack(mark, packed) {
   const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   const data = new DataView(await new Response(stream).arrayBuffer());
-  for (const host of document.querySelectorAll(`[data-timeline="${mark}"]`)) mount(host, decode(data));
+  for (const host of document.querySelectorAll(`[data-timeline="${mark}"]`)) {
+    if (!host.shadowRoot) mount(host, decode(data)); // the same trace may be shown twice
+  }
 }
 
 /** As a widget: the bytes come from the kernel as they are. */

@@ -272,13 +272,15 @@ def _lanes(trace: Trace, level: np.ndarray) -> tuple[list[int], dict[int, tuple[
         if not mine.any():
             continue
         device = bool(trace.on_device[mine].any())
-        name = lane.name.strip() or f"thread {lane.tid}"
+        kind_of = "stream" if device else "thread"
+        name = lane.name.strip() or f"{kind_of} {lane.tid}"
         # the number says nothing to a reader, and stands in `about`
         if threads_own := re.fullmatch(r"thread -?\d+ \((.+)\)", name):
             name = threads_own[1]
-        about = f"process {lane.pid}, {'stream' if device else 'thread'} {lane.tid}"
+        about = f"process {lane.pid}, {kind_of} {lane.tid}"
         if number == trace.main:
-            name, about = "main thread", f"{name}, {about}"
+            about = about if name == f"thread {lane.tid}" else f"{name}, {about}"
+            name = "main thread"
         names[number] = name, about
         outermost = float(trace.duration[mine & (level == 0)].sum())
         kind = 0 if number == trace.main else 2 if device else 1 if number in launching else 3
