@@ -133,11 +133,11 @@ class Compilations:
 class _Scorer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(256, 32)
-        self.layer = nn.Linear(32, 32)
+        self.embedding = nn.Embedding(256, 128)
+        self.up, self.down = nn.Linear(128, 512), nn.Linear(512, 128)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return F.gelu(self.layer(self.embedding(tokens))).mean()
+        return self.down(F.relu(self.up(self.embedding(tokens)))).square().mean()
 
 
 def _ward_a(seconds: float) -> tuple[Any, ...]:
