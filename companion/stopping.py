@@ -48,14 +48,15 @@ class Stop:
 def stop_requested() -> Iterator[Stop]:
     """Turn Ctrl-C, a kernel interrupt and SIGTERM into a flag that you read between steps.
 
-    A second Ctrl-C raises KeyboardInterrupt, so a step that hangs can still be left. Outside
-    the main thread no signal arrives and only :meth:`Stop.request` sets the flag.
+    A second one raises (KeyboardInterrupt, or SystemExit with 143), so a step that hangs can
+    still be left. Outside the main thread no signal arrives and only :meth:`Stop.request` sets
+    the flag.
     """
     stop = Stop()
 
     def note(signum: int, frame: Any) -> None:
-        if stop and signum == signal.SIGINT:
-            raise KeyboardInterrupt
+        if stop:
+            raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
         stop.signal = int(signum)
         stop.request()
 

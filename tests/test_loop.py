@@ -513,13 +513,17 @@ def test_signals_only_set_a_flag_between_steps():
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_second_interrupt_gets_out():
-    with pytest.raises(KeyboardInterrupt), stop_requested() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_second_signal_gets_out_of_a_step_that_hangs(number, error):
+    with pytest.raises(error) as raised, stop_requested() as stop:
+        os.kill(os.getpid(), number)
         while not stop:
             pass
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         time.sleep(1)
+    assert getattr(raised.value, "code", 143) == 143
 
 
 def test_stop_outside_the_main_thread():
