@@ -36,7 +36,7 @@ unit: setup ## unit tests
 nbval: setup ## run every notebook as a test
 	$(PYTHON) -m pytest -p tools.nbval_fixes --nbval-lax --nbval-current-env --nbval-cell-timeout=300 $(NOTEBOOKS)
 
-browser: setup ## notebook 01 in JupyterLab, in a real browser
+browser: setup ## notebook 01 in JupyterLab, and the timeline, in a real browser
 	$(PYTHON) -m pytest -rs -m browser tests/browser
 
 slow: setup ## tests that take minutes

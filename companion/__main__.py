@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
     trace = commands.add_parser("trace", help="what a profiler's trace says, on one page")
     trace.add_argument("paths", nargs="+", metavar="FILE", help="a trace, or a directory of ranks")
+    trace.add_argument("--html", metavar="OUT", help="write the timeline of FILE as a page")
     trace.set_defaults(run=run_trace)
 
     train = commands.add_parser("train", help="train a preset on real text")
@@ -88,8 +89,16 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 def run_trace(arguments: argparse.Namespace) -> int:
     from companion import trace
 
+    if arguments.html and len(arguments.paths) != 1:
+        raise ValueError("--html takes one trace: give one file or one directory of ranks")
     for path in arguments.paths:
-        print(trace.report(trace.read(path)))
+        read = trace.read(path)
+        print(trace.report(read))
+        if arguments.html:
+            from companion.classroom.timeline import Timeline
+
+            Timeline(read, verdict=trace.diagnose(read)).save_html(arguments.html)
+            print(f"the timeline is in {arguments.html}")
     return 0
 
 

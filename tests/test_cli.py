@@ -57,8 +57,10 @@ def test_own_corpus_and_tensorboard(tmp_path, capsys):
 
 def test_trace_of_a_file_and_bad_ones(capsys, tmp_path):
     data = Path(__file__).parent / "data"
-    assert main(["trace", str(data / "cuda.json")]) == 0
+    page = tmp_path / "timeline.html"
+    assert main(["trace", str(data / "cuda.json"), "--html", str(page)]) == 0
     assert "idle" in capsys.readouterr().out
+    assert "<canvas" in page.read_text() or "data-timeline" in page.read_text()
     (tmp_path / "cut.json").write_text('{"traceEvents": [{"ph": "X"')
     assert main(["trace", str(tmp_path / "cut.json")]) == 2
     error = capsys.readouterr().err

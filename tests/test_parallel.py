@@ -1,6 +1,5 @@
 """What several ranks share, on one process and on two real ones."""
 
-
 import pytest
 import torch
 

@@ -86,6 +86,9 @@ def normalise_outputs(outputs: list[NotebookNode]) -> list[NotebookNode]:
             # a stored widget is blank in every viewer: its still twin is what is kept
             if "image/png" in output.data or "text/html" in output.data:
                 output.data.pop(WIDGET, None)
+            # a timeline's page holds all of its spans: hundreds of kilobytes for each cell
+            if "image/png" in output.data and "data-timeline=" in output.data.get("text/html", ""):
+                del output.data["text/html"]
             for mime, value in output.data.items():
                 if mime.startswith("text/"):
                     output.data[mime] = scrub(value)
