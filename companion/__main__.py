@@ -117,9 +117,11 @@ def run_train(arguments: argparse.Namespace) -> int:
         for name in ("corpus", "seed", "sequence", "global_batch", "learning_rate")
         if getattr(arguments, name) is not None
     }
-    horizon = arguments.total_steps if arguments.total_steps is not None else arguments.steps
+    horizon = arguments.total_steps
+    if horizon is None:
+        horizon = max(arguments.steps, 1)
     run = RunConfig.preset(
-        arguments.preset, dropout=arguments.dropout, total_steps=max(horizon, 1), **changes
+        arguments.preset, dropout=arguments.dropout, total_steps=horizon, **changes
     )
     how = Execution(
         device=arguments.device,

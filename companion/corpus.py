@@ -93,7 +93,10 @@ def _files(source: str | Path | None) -> tuple[Path, list[Path]]:
             files += [Path(directory, name) for name in names if name.endswith(".py")]
         files.sort()
         return root, files
-    root = Path(source).expanduser()
+    # os.path leaves an unknown ~name as it is, where pathlib raises
+    root = Path(os.path.expanduser(source))
+    if not os.fspath(source):
+        raise ValueError("corpus is an empty path: give a directory or a file of text")
     if not root.exists():
         raise FileNotFoundError(
             f"corpus {root}: no such file or directory; give a path that exists"
@@ -134,7 +137,8 @@ def _write(source: str, root: Path, files: list[Path], target: Path) -> None:
         parts = {"train": everything[:-1], "held_out": everything[-1:]}
     data = {part: b"\n".join(texts) for part, texts in parts.items()}
     if not data["train"] or not data["held_out"]:
-        raise ValueError(f"corpus {root}: there is no text in it; give files that are not empty")
+        where = files[0] if len(files) == 1 else root
+        raise ValueError(f"corpus {where}: there is no text in it; give files that are not empty")
     digest = hashlib.sha256(data["train"] + data["held_out"]).hexdigest()
     manifest = {
         "sha256": digest,
@@ -185,7 +189,7 @@ def _open(target: Path) -> Corpus | None:
             files=manifest["files"],
             python=manifest["python"],
         )
-    except (ValueError, KeyError, OSError):
+    except (ValueError, TypeError, AttributeError, KeyError, OSError):
         return None
 
 

@@ -81,6 +81,14 @@ def build(
     if not isinstance(module, nn.Module):
         raise ValueError(f"model() returned {type(module).__name__}; return a torch.nn.Module")
     module.to(mesh.device, getattr(torch, run.dtype))
+    for name, given in (("batches", batches), ("held_out", held_out), ("loss", loss)):
+        if not (given is None or callable(given)):
+            raise ValueError(
+                f"{name} is a {type(given).__name__}: give a function"
+                + ("" if name == "loss" else ", batches(first, count), that returns samples")
+            )
+    if not (count is None or callable(count) or isinstance(count, int)):
+        raise ValueError(f"count is {count!r}: give a whole number or a function of a batch")
     known_count: int | None = None
     if batches is None:
         text = corpora.prepare(run.corpus)
@@ -222,7 +230,9 @@ def _map(fn: Callable[[Tensor], Tensor], batch: Any) -> Any:
     if torch.is_tensor(batch):
         return fn(batch)
     if isinstance(batch, tuple | list):
-        return type(batch)(_map(fn, item) for item in batch)
+        items = [_map(fn, item) for item in batch]
+        # a named tuple takes its fields one by one
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if isinstance(batch, dict):
         return {key: _map(fn, value) for key, value in batch.items()}
     return batch
@@ -280,6 +290,12 @@ class _Feed:
             return ready[1], ready[2]
         batch = state.batches(state.position + self.low, self.high - self.low)
         if self.count is not None:
+            asked, given = self.high - self.low, _length(batch)
+            if given < asked:
+                raise ValueError(
+                    f"batches({state.position + self.low}, {asked}) gave {given} samples: "
+                    "start again at the end of the data, so that every batch is full"
+                )
             return batch, self.count
         return batch, parallel.total(state.count(batch), state.mesh)
 
@@ -319,7 +335,9 @@ def train(state: TrainState, steps: int) -> Iterator[Record]:
 def _train(state: TrainState, steps: int) -> Iterator[Record]:
     clock, feed, alone = Clock(state.mesh.device), _Feed(state), state.mesh.world == 1
     unread: deque[Record] = deque(maxlen=64)
-    state.compute.train()
+    if not state.model.training:
+        # not where it trains already: a BatchNorm that was frozen on purpose stays frozen
+        state.compute.train()
     with kept_randomness(state.mesh.device):
         for index in range(steps):
             if not alone and parallel.any_rank(False, state.mesh):

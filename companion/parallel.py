@@ -4,6 +4,7 @@ On one process, and with no launcher, everything here costs nothing and does not
 """
 
 import contextlib
+import operator
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -44,7 +45,7 @@ def session(how: Execution) -> Iterator[Mesh]:
     if device.type == "mps":
         device = torch.device("cpu")
     if device.type == "cuda":
-        device = torch.device("cuda", local_rank)
+        device = devices.choose(f"cuda:{local_rank}")  # one sentence where there are fewer GPUs
         torch.cuda.set_device(device)
     dist.init_process_group(devices.process_group_backend(device), timeout=timedelta(seconds=300))
     try:
@@ -84,7 +85,16 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def total(value: int, mesh: Mesh) -> int:
-    """The sum of a count over the ranks."""
+    """The sum of a count over the ranks.
+
+    Raises:
+        TypeError: it is not a whole number (a tensor or NumPy number that holds one will do).
+    """
+    try:
+        # a plain number: what a run leaves behind must not hold tensors
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"the count is {value!r}: give a whole number of targets") from None
     if mesh.world == 1:
         return value
     tensor = torch.tensor(value, dtype=torch.int64)

@@ -22,6 +22,10 @@ CountFn = Callable[[Any], int]
 """``count(batch)``: how many targets of the batch carry loss."""
 
 
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """What is trained. Equal RunConfigs on one corpus are the same run."""
@@ -54,7 +58,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("sequence", "global_batch", "total_steps"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not _whole(value) or value < 1:
                 raise ValueError(f"{name} is {value!r}: give a whole number of at least 1")
         if self.sequence > self.model.context:
             raise ValueError(
@@ -63,14 +67,16 @@ class RunConfig:
             )
         if self.optimizer not in ("adamw", "sgd"):
             raise ValueError(f"optimizer is {self.optimizer!r}: choose adamw or sgd")
-        if not 0 <= self.warmup_steps:
-            raise ValueError(f"warmup_steps is {self.warmup_steps}: give 0 or more")
+        if not _whole(self.warmup_steps) or self.warmup_steps < 0:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps!r}: give a whole number, 0 or more"
+            )
         for name in ("learning_rate", "weight_decay", "clip"):
             value = getattr(self, name)
             if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is {value!r}: give a finite number of at least 0")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed is {self.seed}: give a whole number from 0 to 2**63 - 1")
+        if not (_whole(self.seed) and 0 <= self.seed < 2**63):
+            raise ValueError(f"seed is {self.seed!r}: give a whole number from 0 to 2**63 - 1")
         if self.dtype not in ("float32", "float64", "bfloat16"):
             raise ValueError(f"dtype is {self.dtype!r}: choose float32, float64 or bfloat16")
 
@@ -140,8 +146,10 @@ class Execution:
             raise ValueError(f"strategy is {self.strategy!r}: choose none or ddp")
         if self.precision not in ("fp32", "bf16"):
             raise ValueError(f"precision is {self.precision!r}: choose fp32 or bf16")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise ValueError(f"micro_batch is {self.micro_batch}: give at least 1, or None")
+        if self.micro_batch is not None and not (_whole(self.micro_batch) and self.micro_batch > 0):
+            raise ValueError(
+                f"micro_batch is {self.micro_batch!r}: give a whole number of at least 1, or None"
+            )
 
 
 @dataclass(frozen=True)

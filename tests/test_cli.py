@@ -72,6 +72,8 @@ def test_trace_of_a_file_and_bad_ones(capsys, tmp_path):
     [
         (["--preset", "huge"], "no preset 'huge'"),
         (["--steps", "-1"], "--steps is -1"),
+        (["--total-steps", "-5"], "total_steps is -5"),
+        (["--total-steps", "0"], "total_steps is 0"),
         (["--global-batch", "0"], "global_batch is 0"),
         (["--sequence", "999"], "sequence is 999, the model's context is 256"),
         (["--corpus", "/nowhere/at/all"], "corpus /nowhere/at/all: no such file or directory"),

@@ -64,8 +64,9 @@ def test_damaged_cache_is_made_again(text, tmp_path):
     (made,) = (tmp_path / "cache").iterdir()
     (made / "train.bin").write_bytes(b"torn")
     assert prepare(text, tmp_path / "cache").sha256 == corpus.sha256
-    (made / "manifest.json").write_text('{"sha256":')
-    assert prepare(text, tmp_path / "cache").sha256 == corpus.sha256
+    for torn in ('{"sha256":', "null", '{"bytes": [1]}', '"text"'):
+        (made / "manifest.json").write_text(torn)
+        assert prepare(text, tmp_path / "cache").sha256 == corpus.sha256
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [made.name]
 
 
@@ -99,6 +100,22 @@ def test_missing_path(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
         prepare(tmp_path / "nowhere", tmp_path / "cache")
     assert "nowhere" in one_sentence(error.value)
+
+
+def test_path_that_is_empty_or_of_an_unknown_user(tmp_path, monkeypatch):
+    """Empty, as an unset shell variable leaves it, would mean the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("not meant " * 100)
+    with pytest.raises(ValueError, match="corpus is an empty path"):
+        prepare("", tmp_path / "cache")
+    with pytest.raises(FileNotFoundError, match="corpus ~nobody-of-this-name/x: no such file"):
+        prepare("~nobody-of-this-name/x", tmp_path / "cache")
+
+
+def test_empty_file_is_named(tmp_path):
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ValueError, match=r"a\.txt: there is no text"):
+        prepare(tmp_path / "a.txt", tmp_path / "cache")
 
 
 def test_empty_directory_and_empty_files(tmp_path):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
@@ -311,6 +312,18 @@ def test_evaluate_puts_every_flag_back_when_it_raises():
     assert torch.is_grad_enabled()
 
 
+def test_training_leaves_a_frozen_batch_norm_frozen():
+    """T04: the loop's own train() must not wake it; a model left in eval mode does train."""
+    state = net_state()
+    mean = state.model[1].running_mean.clone()
+    list(train(state, 2))
+    assert _flags(state.model) == (True, True, False, True)
+    assert torch.equal(state.model[1].running_mean, mean)
+    state.model.eval()
+    list(train(state, 1))
+    assert state.model[2].training
+
+
 def test_evaluate_counts_every_sample_once():
     """The short last batch counts as what it is (T05's kind)."""
     seen = []
@@ -451,6 +464,62 @@ def test_batch_without_any_target():
 
     with pytest.raises(ValueError, match="step 0: no target"):
         next(train(build(RUN, batches=batches), 1))
+
+
+def test_a_batch_shorter_than_asked_for_is_not_averaged_over_samples_that_are_not_there():
+    """A known count holds for full batches only; a slice past the end of the data is short."""
+    x, y = torch.ones(10, 2), torch.zeros(10, dtype=torch.int64)
+
+    def batches(first, count):
+        return x[first : first + count], y[first : first + count]
+
+    run = replace(RUN, global_batch=4)
+    state = build(run, model=norm_net, batches=batches, loss=net_state().loss, count=1)
+    with pytest.raises(ValueError, match=r"batches\(8, 4\) gave 2 samples"):
+        list(train(state, 3))
+    assert state.step == 2
+
+
+def test_a_count_that_is_a_tensor_leaves_plain_numbers():
+    """T06: ``(targets != -100).sum()`` is what one writes."""
+    state = net_state()
+    state.count = lambda batch: (batch[1] != -100).sum()
+    rows = [record.row() for record in train(state, 2)]
+    assert json.loads(json.dumps(rows)) == rows
+    assert isinstance(evaluate(state, samples=8), float)
+    state.count = lambda batch: 2.5
+    with pytest.raises(TypeError, match=r"the count is 2\.5"):
+        next(train(state, 1))
+
+
+def test_named_tuples_are_batches():
+    Pair = namedtuple("Pair", "x y")
+
+    def batches(first, count):
+        return Pair(torch.ones(count, 2), torch.zeros(count, dtype=torch.int64))
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch.x), batch.y, reduction="sum")
+
+    run = replace(RUN, global_batch=4)
+    how = Execution(micro_batch=3)
+    state = build(run, how, model=norm_net, batches=batches, loss=loss, held_out=batches)
+    assert len(list(train(state, 2))) == 2
+    assert math.isfinite(evaluate(state, samples=8))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"batches": torch.utils.data.DataLoader([1, 2])}, "batches is a DataLoader: give a func"),
+        ({"held_out": [1, 2]}, "held_out is a list"),
+        ({"loss": 3}, "loss is a int"),
+        ({"count": 1.5}, "count is 1.5"),
+    ],
+)
+def test_arguments_of_build_that_are_no_functions(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        build(RUN, **kwargs)
 
 
 def test_count_as_a_number():
