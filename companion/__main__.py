@@ -152,10 +152,11 @@ def run_train(arguments: argparse.Namespace) -> int:
                     write({"step": record.step, "held_out_loss": loss})
                 if stop:
                     break
-            if stop.signal:
-                name = signal.Signals(stop.signal).name
+            # one rank's signal ends the loop on all, and none may wait for it in evaluate
+            if parallel.any_rank(bool(stop), mesh):
+                name = signal.Signals(stop.signal).name if stop.signal else "another rank"
                 say(f"stopped by {name} after step {state.step}; nothing was saved")
-                return 128 + stop.signal
+                return 128 + (stop.signal or signal.SIGTERM)
             loss = evaluate(state)
             say(f"step {state.step:5d}  held-out loss {loss:.4f}")
             write({"step": state.step, "held_out_loss": loss})

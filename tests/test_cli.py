@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from companion.__main__ import main
+from companion.launch import torchrun
 
 TRAIN = ["train", "--sequence", "32", "--global-batch", "4", "--steps", "2", "--log-every", "1"]
 
@@ -104,3 +105,26 @@ def test_typographic_quotes_in_torch_logs():
     done = run("doctor", env={**os.environ, "TORCH_LOGS": "“graph_breaks ”"})
     assert done.returncode == 2
     assert "write it with plain ones" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_signal_to_one_rank_stops_all_of_them(tmp_path):
+    """S3's kind: the others must not go on to an evaluation that it takes no part in."""
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 400)
+    script = tmp_path / "one_rank.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from companion import loop\n"
+        "from companion.__main__ import main\n"
+        "real = loop.optimizer_step\n"
+        "def step(state, batch, count=None):\n"
+        "    if state.step == 3 and state.mesh.rank == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return real(state, batch, count)\n"
+        "loop.optimizer_step = step\n"
+        "status = main(sys.argv[1:])\n"
+        "print('status', status, flush=True)\n"
+    )
+    arguments = ["--strategy", "ddp", "--corpus", tmp_path / "text.txt", "--steps", 1000]
+    result = torchrun(script, *TRAIN, *arguments, nproc=2, timeout=120)
+    assert sum("status 143" in line for line in result.lines) == 2, result.lines
+    assert any("stopped by another rank after step 4" in line for line in result.lines)
