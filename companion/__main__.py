@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 # what a wrong argument, a missing file or a full disk raises: one sentence, no traceback
-EXPECTED = (ValueError, TypeError, OSError, ArithmeticError)
+EXPECTED = (ValueError, TypeError, OSError, ArithmeticError, MemoryError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,10 +29,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except KeyboardInterrupt:
         return 130
-    except EXPECTED as error:
-        if arguments.traceback:
+    except BrokenPipeError:
+        # whoever read the output has gone; Python would complain again when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (*EXPECTED, RuntimeError) as error:
+        lacks_memory = isinstance(error, MemoryError) or "allocate memory" in str(error)
+        lacks_memory |= "out of memory" in str(error)
+        if arguments.traceback or not (isinstance(error, EXPECTED) or lacks_memory):
             raise
-        print(f"companion: {error}", file=sys.stderr)
+        text = str(error)
+        if lacks_memory:
+            text = "there is not enough memory: choose a smaller preset, batch or --micro-batch"
+        print(f"companion: {text}", file=sys.stderr)
         return 2
 
 
@@ -103,7 +112,7 @@ def run_trace(arguments: argparse.Namespace) -> int:
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    from companion import corpus, launch, parallel
+    from companion import corpus, device, launch, parallel
     from companion.loop import build, evaluate, stop_requested, train
     from companion.state import Execution, RunConfig
 
@@ -130,6 +139,12 @@ def run_train(arguments: argparse.Namespace) -> int:
         precision=arguments.precision,
         micro_batch=arguments.micro_batch,
     )
+    on_cpu = device.choose(how.device).type == "cpu"
+    if how.compile and on_cpu and device.cpp_compiler() is None:
+        raise ValueError(
+            "--compile needs a C++ compiler on a CPU and none works here: "
+            "`python -m companion doctor` says what to install, or leave --compile out"
+        )
     with parallel.session(how) as mesh, stop_requested() as stop:
         state = build(run, how, mesh)
         say = launch.say if mesh.rank == 0 else lambda text: None
@@ -160,6 +175,8 @@ def run_train(arguments: argparse.Namespace) -> int:
             loss = evaluate(state)
             say(f"step {state.step:5d}  held-out loss {loss:.4f}")
             write({"step": state.step, "held_out_loss": loss})
+            if stop.signal:
+                return 128 + stop.signal
             if mesh.rank == 0:
                 known = corpus.reference_losses(corpus.prepare(run.corpus))
                 say(
@@ -182,7 +199,13 @@ def scalars(directory: str | None) -> Iterator[Any]:
         raise ValueError(
             "TensorBoard is not installed: pip install tensorboard, or leave --tensorboard out"
         ) from None
-    with SummaryWriter(directory) as writer:
+    try:
+        made = SummaryWriter(directory)
+    except OSError as error:
+        raise OSError(
+            f"--tensorboard {directory} cannot be written ({error.strerror}); give a directory"
+        ) from None
+    with made as writer:
 
         def write(row: dict[str, Any]) -> None:
             for name, value in row.items():

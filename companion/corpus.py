@@ -50,7 +50,9 @@ class Corpus:
 
 
 def default_cache() -> Path:
-    """``data/cache`` of a checkout of the course, else ``~/.cache/companion``."""
+    """``COMPANION_CACHE``, else a checkout's ``data/cache``, else ``~/.cache/companion``."""
+    if folder := os.environ.get("COMPANION_CACHE"):
+        return Path(folder).expanduser()
     checkout = Path(__file__).resolve().parent.parent
     if (checkout / "notebooks").is_dir():
         return checkout / "data" / "cache"
@@ -168,7 +170,7 @@ def _write(source: str, root: Path, files: list[Path], target: Path) -> None:
         size = sum(map(len, data.values())) / 1e6
         raise OSError(
             f"the corpus ({size:.0f} MB) cannot be written to {target.parent} ({error.strerror}); "
-            "free some disk space or set another cache directory"
+            "free some disk space, or set COMPANION_CACHE to another directory"
         ) from None
 
 
@@ -233,10 +235,13 @@ class Windows:
 
     def __call__(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         epoch, index = divmod(first, self.windows)
-        starts = self._order(epoch)[index : index + count]
-        while len(starts) < count:
+        parts = [self._order(epoch)[index : index + count]]
+        missing = count - len(parts[0])
+        while missing:
             epoch += 1
-            starts = np.concatenate((starts, self._order(epoch)[: count - len(starts)]))
+            parts.append(self._order(epoch)[:missing])
+            missing -= len(parts[-1])
+        starts = np.concatenate(parts) if len(parts) > 1 else parts[0]
         window = torch.from_numpy(self.data[starts[:, None] + self._span].astype(np.int64))
         return window[:, :-1], window[:, 1:]
 

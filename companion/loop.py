@@ -169,7 +169,7 @@ def optimizer_step(state: TrainState, batch: Any, count: int | None = None) -> R
     if count is None:
         count = parallel.total(state.count(batch), mesh)
     if count == 0:
-        raise ValueError(f"step {step}: no target in the batch carries loss; check its mask")
+        raise ValueError(f"step {step + 1}: no target in the batch carries loss; check its mask")
     on_cpu = device.type == "cpu"
     if not on_cpu:
         batch = to_device(batch, device)
@@ -180,6 +180,8 @@ def optimizer_step(state: TrainState, batch: Any, count: int | None = None) -> R
         with _NOTHING if index == len(pieces) else parallel.no_sync(compute):
             with phase("forward"), _autocast(state):
                 loss = state.loss(compute, piece)
+            if not (torch.is_tensor(loss) and loss.dim() == 0 and loss.requires_grad):
+                raise ValueError(_wrong_loss(loss))
             with phase("backward"):
                 # as (loss * gradient).backward(), without two operators
                 loss.backward(_scalar(gradient, loss.dtype, device))
@@ -188,7 +190,7 @@ def optimizer_step(state: TrainState, batch: Any, count: int | None = None) -> R
     assert loss_sum is not None
     value, work = loss_sum.item() if on_cpu else None, None
     if value is not None and not math.isfinite(value):
-        raise NonFiniteLoss(step, value)
+        raise NonFiniteLoss(step + 1, value)
     if mesh.world > 1:
         loss_sum, value = loss_sum.clone(), None
         work = parallel.start_sum(loss_sum, mesh)
@@ -200,6 +202,18 @@ def optimizer_step(state: TrainState, batch: Any, count: int | None = None) -> R
     return Record(step + 1, state.position, count, learning_rate, loss_sum, value, work, grad_norm)
 
 
+def _wrong_loss(loss: Any) -> str:
+    what = type(loss).__name__
+    if torch.is_tensor(loss):
+        what = (
+            f"a tensor of shape {tuple(loss.shape)}" if loss.dim() else "cut off from the weights"
+        )
+    return (
+        f"loss(model, batch) is {what}: return one number, the sum over the batch's targets, "
+        "as a tensor with its graph"
+    )
+
+
 def _update(state: TrainState, learning_rate: float) -> None:
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate
@@ -209,7 +223,7 @@ def _update(state: TrainState, learning_rate: float) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(value, dtype=dtype, device=device)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def micro_batches(batch: Any, how: Execution) -> list[Any]:
@@ -288,12 +302,18 @@ class _Feed:
             # the allocator must not hand the memory out while this stream still reads it
             _map(functools.partial(_used_by, here), ready[1])
             return ready[1], ready[2]
-        batch = state.batches(state.position + self.low, self.high - self.low)
+        first, asked = state.position + self.low, self.high - self.low
+        try:
+            batch = state.batches(first, asked)
+        except StopIteration:
+            raise ValueError(
+                f"batches({first}, {asked}) raised StopIteration: it is a function of its two "
+                "numbers, not an iterator; start again at the end of the data"
+            ) from None
         if self.count is not None:
-            asked, given = self.high - self.low, _length(batch)
-            if given < asked:
+            if (given := _length(batch)) < asked:
                 raise ValueError(
-                    f"batches({state.position + self.low}, {asked}) gave {given} samples: "
+                    f"batches({first}, {asked}) gave {given} samples: "
                     "start again at the end of the data, so that every batch is full"
                 )
             return batch, self.count
@@ -303,7 +323,11 @@ class _Feed:
         """Start copying the batch that comes next."""
         if self.stream is None:
             return
-        batch, count = self.fetch()
+        self.ready = None
+        try:
+            batch, count = self.fetch()
+        except Exception:
+            return  # it comes again when the batch is needed, after this step's record
         with torch.cuda.stream(self.stream):
             batch = _map(lambda t: t.pin_memory() if t.device.type == "cpu" else t, batch)
             batch = to_device(batch, self.state.mesh.device)
@@ -321,7 +345,8 @@ def train(state: TrainState, steps: int) -> Iterator[Record]:
     """Train ``steps`` more optimizer steps, one at a time, as you ask for them.
 
     The generator owns no thread, signal handler or file, so it may be left where it is. A
-    ``break`` on one rank ends the loop on all of them at the next step.
+    ``break`` on one rank ends the loop on all of them at the next step. When it ends or is
+    closed, the random number generators are put back to where it found them.
 
     Raises:
         ValueError: ``steps`` is negative.
@@ -380,6 +405,7 @@ def evaluate(state: TrainState, samples: int = 480, batches: BatchFn | None = No
 
     Raises:
         ValueError: there are no held-out batches, or none of them carries loss.
+        NonFiniteLoss: the held-out loss is NaN or infinite.
     """
     batches = batches or state.held_out
     if batches is None:
@@ -410,4 +436,6 @@ def evaluate(state: TrainState, samples: int = 480, batches: BatchFn | None = No
     count = parallel.total(count, mesh)
     if count == 0:
         raise ValueError(f"none of the {samples} held-out samples carries loss; check the mask")
-    return loss_sum.item() / count
+    if not math.isfinite(value := loss_sum.item()):
+        raise NonFiniteLoss(state.step, value)
+    return value / count

@@ -68,7 +68,7 @@ class Record:
                 self._work.wait()
             value = self._loss_sum.item()
             if not math.isfinite(value):
-                raise NonFiniteLoss(self.step - 1, value)
+                raise NonFiniteLoss(self.step, value)
             self._value = value
         return self._value / self.tokens
 

@@ -77,6 +77,10 @@ class RunConfig:
                 raise ValueError(f"{name} is {value!r}: give a finite number of at least 0")
         if not (_whole(self.seed) and 0 <= self.seed < 2**63):
             raise ValueError(f"seed is {self.seed!r}: give a whole number from 0 to 2**63 - 1")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas is {self.betas}: give two numbers from 0 up to, not 1")
+        if not 0 <= self.final_fraction <= 1:
+            raise ValueError(f"final_fraction is {self.final_fraction}: give a number from 0 to 1")
         if self.dtype not in ("float32", "float64", "bfloat16"):
             raise ValueError(f"dtype is {self.dtype!r}: choose float32, float64 or bfloat16")
 

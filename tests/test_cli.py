@@ -128,3 +128,28 @@ def test_a_signal_to_one_rank_stops_all_of_them(tmp_path):
     result = torchrun(script, *TRAIN, *arguments, nproc=2, timeout=120)
     assert sum("status 143" in line for line in result.lines) == 2, result.lines
     assert any("stopped by another rank after step 4" in line for line in result.lines)
+
+
+def test_no_compiler_is_said_before_anything_runs(monkeypatch, capsys):
+    """T13: without it the failure comes at the first call, as pages of text."""
+    monkeypatch.setenv("CXX", "/nonexistent/g++")
+    assert main([*TRAIN, "--device", "cpu", "--compile"]) == 2
+    assert "--compile needs a C++ compiler" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -u -m companion {' '.join(TRAIN)} | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr == ""
+    assert done.stdout.count("\n") == 1
+
+
+def test_tensorboard_on_a_file(tmp_path, capsys):
+    (tmp_path / "taken").write_text("")
+    assert main([*TRAIN, "--tensorboard", str(tmp_path / "taken")]) == 2
+    assert "give a directory" in capsys.readouterr().err

@@ -422,7 +422,7 @@ def test_non_finite_loss_names_the_step_and_spares_the_weights():
     before = weights(state)
     with torch.no_grad():
         state.model.norm.weight[0] = math.nan
-    with pytest.raises(NonFiniteLoss, match=r"step 2: the loss is nan"):
+    with pytest.raises(NonFiniteLoss, match=r"step 3: the loss is nan"):
         next(steps)
     kept = weights(state)
     assert (kept == before).sum() == len(before) - 1
@@ -462,7 +462,7 @@ def test_batch_without_any_target():
     def batches(first, count):
         return torch.zeros(count, 8, dtype=torch.int64), torch.full((count, 8), -100)
 
-    with pytest.raises(ValueError, match="step 0: no target"):
+    with pytest.raises(ValueError, match="step 1: no target"):
         next(train(build(RUN, batches=batches), 1))
 
 
@@ -520,6 +520,34 @@ def test_named_tuples_are_batches():
 def test_arguments_of_build_that_are_no_functions(kwargs, message):
     with pytest.raises(ValueError, match=message):
         build(RUN, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda model, batch: None, "is NoneType"),
+        (lambda model, batch: 3.0, "is float"),
+        (lambda model, batch: model(batch[0])[:, 0, 0], r"is a tensor of shape \(12,\)"),
+        (lambda model, batch: model(batch[0]).sum().detach(), "cut off from the weights"),
+    ],
+)
+def test_wrong_loss(loss, message):
+    with pytest.raises(ValueError, match=message):
+        next(train(build(RUN, loss=loss), 1))
+
+
+def test_batches_that_end():
+    iterator = iter([])
+    with pytest.raises(ValueError, match="not an iterator"):
+        next(train(build(RUN, batches=lambda first, count: next(iterator)), 1))
+
+
+def test_evaluation_of_ruined_weights_is_an_error():
+    state = build(RUN)
+    with torch.no_grad():
+        state.model.norm.weight.fill_(math.nan)
+    with pytest.raises(NonFiniteLoss, match="the loss is nan"):
+        evaluate(state, samples=4)
 
 
 def test_count_as_a_number():

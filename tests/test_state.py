@@ -45,6 +45,8 @@ def test_preset_takes_changes_and_dropout():
         (lambda: RunConfig(seed=0.5), "seed is 0.5"),
         (lambda: Execution(micro_batch="4"), "micro_batch is '4'"),
         (lambda: Execution(micro_batch=2.5), "micro_batch is 2.5"),
+        (lambda: RunConfig(betas=(0.9,)), "betas is (0.9,)"),
+        (lambda: RunConfig(final_fraction=2.0), "final_fraction is 2.0"),
         (lambda: Execution(strategy="zero"), "strategy is 'zero'"),
         (lambda: Execution(precision="fp8"), "precision is 'fp8'"),
         (lambda: Execution(micro_batch=0), "micro_batch is 0"),

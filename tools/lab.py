@@ -8,6 +8,7 @@ import argparse
 import hashlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -102,6 +103,18 @@ def prepare(work: Path) -> None:
         print(line)
 
 
+def warm_compiler() -> None:
+    """Compile the course's training step once: every learner's first call then finds it."""
+    if device.cpp_compiler() is None:
+        print("No C++ compiler works here, so nothing was compiled ahead.")
+        return
+    print("Compiling the training step of `tiny` once (about a minute)", flush=True)
+    command = ["train", "--preset", "tiny", "--steps", "2", "--compile", "--log-every", "0"]
+    done = subprocess.run([sys.executable, "-m", "companion", *command], stdout=subprocess.DEVNULL)
+    if done.returncode:
+        sys.exit("The training step could not be compiled; the message above says why.")
+
+
 def server_command(work: Path, port: int, browser: bool) -> list[str]:
     first = min(work.glob("*.ipynb"))
     root = ROOT if work.is_relative_to(ROOT) else work
@@ -133,8 +146,10 @@ def main() -> None:
         prepare(work)
     except (OSError, ValueError) as error:
         sys.exit(f"Cannot start: {error}")
+    except KeyboardInterrupt:
+        sys.exit("Stopped before JupyterLab started; nothing is left half done.")
     if options.prepare_only:
-        return
+        return warm_compiler()
     write_overrides(Path(sys.prefix))
     # `torchrun` and `python` in cells and terminals must be this environment's own
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
