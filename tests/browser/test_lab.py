@@ -196,7 +196,10 @@ def test_a_slider_changes_its_picture(page: Any) -> None:
     page.wait_for_function(
         "before => document.querySelector('.companion-explorer img').src !== before", arg=before
     )
-    wait_for_idle(page)
+    # four rates up from 0.003: the picture must arrive where the slider stands
+    page.wait_for_function(
+        "() => document.querySelector('.companion-explorer').innerText.includes('rises to 0.05 in')"
+    )
     shoot(page, "4-explorer")
 
 
