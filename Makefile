@@ -15,7 +15,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup lab test test-all unit nbval browser slow lint notebooks run warm mutants clean
+.PHONY: help setup lab test test-all unit nbval browser slow lint notebooks run warm mutants some-mutants clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -28,7 +28,7 @@ lab: setup ## open JupyterLab on the course (PORT=, NO_BROWSER=1)
 
 test: unit nbval browser ## unit tests, all notebooks, one pass in a browser
 
-test-all: test mutants slow ## all of that, and what takes minutes
+test-all: test lint some-mutants slow ## all of that, and what takes minutes
 
 unit: setup ## unit tests
 	$(PYTHON) -m pytest tests
@@ -55,6 +55,9 @@ run: setup ## run the notebooks without JupyterLab, HTML in build/
 
 warm: setup ## prepare what a room full of learners would otherwise wait for
 	@$(PYTHON) -m tools.lab --prepare-only --work "$(WORK)"
+
+some-mutants: setup
+	$(PYTHON) -m tools.mutants --tests-pass --minutes 20
 
 mutants: setup ## planted faults, each of which must make a test fail
 	$(PYTHON) -m tools.mutants $(LIST)

@@ -14,15 +14,19 @@ is reported as SURVIVED, and the exit status is 1.
 """
 
 import argparse
+import math
 import os
+import random
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,13 +78,15 @@ def copy_tree(target: Path, root: Path = ROOT) -> None:
             shutil.copy(source, target / name)
 
 
-def run_tests(tree: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
+def run_tests(
+    tree: Path, tests: Sequence[str], seconds: float = SECONDS
+) -> subprocess.CompletedProcess[str] | None:
     """pytest in ``tree``, on the ``companion`` of that tree; None if it ran out of time."""
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
         return subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=seconds
         )
     except subprocess.TimeoutExpired:
         return None
@@ -104,6 +110,10 @@ def verdict(mutant: Mutant, root: Path = ROOT) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Planted faults that tests must notice.")
     parser.add_argument("lists", nargs="*", help="lists in tests/mutants (default: all)")
+    parser.add_argument("--minutes", type=float, help="start no more after that; says what is left")
+    parser.add_argument(
+        "--tests-pass", action="store_true", help="they have just run on the tree as it is"
+    )
     options = parser.parse_args()
     folder = ROOT / "tests" / "mutants"
     lists = [folder / f"{name}.toml" for name in options.lists] or sorted(folder.glob("*.toml"))
@@ -111,21 +121,41 @@ def main() -> None:
         mutants = [mutant for path in lists for mutant in read_list(path)]
     except (OSError, ValueError) as error:
         sys.exit(str(error))
+    print(f"{len(mutants)} mutants", flush=True)
+    if not options.tests_pass:
+        check_tests(mutants)
+    until = math.inf
+    if options.minutes is not None:
+        until = time.monotonic() + 60 * options.minutes
+        # another part of them each day
+        random.Random(date.today().toordinal()).shuffle(mutants)
+
+    def judge(mutant: Mutant) -> str | None:
+        return verdict(mutant) if time.monotonic() < until else None
+
+    caught = survived = 0
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        for mutant, said in zip(mutants, pool.map(judge, mutants), strict=True):
+            if said is None:
+                continue
+            caught += said.startswith("caught")
+            survived += not said.startswith("caught")
+            print(f"{said:<26} {mutant.list:<10} {mutant.file:<28} {mutant.name}", flush=True)
+    left = len(mutants) - caught - survived
+    print(f"{caught} caught, {survived} not" + (f", {left} left for want of time" if left else ""))
+    sys.exit(bool(survived))
+
+
+def check_tests(mutants: Sequence[Mutant]) -> None:
+    """Exit where the mutants' tests fail without any mutant."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
-    print(f"{len(mutants)} mutants; first their tests on the tree as it is", flush=True)
+    print("first their tests on the tree as it is", flush=True)
     with tempfile.TemporaryDirectory(prefix="companion-mutant-") as copy:
         copy_tree(Path(copy))
-        clean = run_tests(Path(copy), tests)
+        clean = run_tests(Path(copy), tests, 6 * SECONDS)
     if clean is None or clean.returncode:
         print(clean.stdout[-3000:] if clean else "")
         sys.exit("The tests do not pass without a mutant; mend that first.")
-    survivors = 0
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        for mutant, said in zip(mutants, pool.map(verdict, mutants), strict=True):
-            survivors += not said.startswith("caught")
-            print(f"{said:<26} {mutant.list:<10} {mutant.file:<28} {mutant.name}", flush=True)
-    print(f"{len(mutants) - survivors} caught, {survivors} not")
-    sys.exit(bool(survivors))
 
 
 if __name__ == "__main__":
