@@ -18,7 +18,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 .PHONY: help setup lab test test-all unit nbval browser slow lint notebooks run warm mutants some-mutants clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 setup: ## install what the lock says into .venv (the other targets call it)
 	@sh tools/setup.sh
@@ -56,7 +56,7 @@ run: setup ## run the notebooks without JupyterLab, HTML in build/
 warm: setup ## prepare what a room full of learners would otherwise wait for
 	@$(PYTHON) -m tools.lab --prepare-only --work "$(WORK)"
 
-some-mutants: setup
+some-mutants: setup ## as many of them as 20 minutes allow, others each day
 	$(PYTHON) -m tools.mutants --tests-pass --minutes 20
 
 mutants: setup ## planted faults, each of which must make a test fail
