@@ -63,5 +63,5 @@ mutants: setup ## planted faults, each of which must make a test fail
 	$(PYTHON) -m tools.mutants $(LIST)
 
 clean: ## remove what runs leave behind (not .venv, not your work/)
-	rm -rf build runs data/cache .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf build runs notebooks/runs notebooks/solutions/runs data/cache .pytest_cache .mypy_cache .ruff_cache *.egg-info
 	find companion tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
