@@ -5,6 +5,7 @@ line, appended in one write, so two notebooks may record at once. The file is ne
 a damaged line is left where it is and left out.
 """
 
+import contextlib
 import fcntl
 import html
 import json
@@ -163,8 +164,10 @@ def _append(line: dict[str, Any]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            # between looking at the last byte and writing, nobody else may write
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # between looking at the last byte and writing, nobody else may write; some network
+            # file systems have no locks, and there the worst is an empty line
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             # a line that a crash has torn must not swallow this one
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
